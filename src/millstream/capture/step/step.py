@@ -14,7 +14,7 @@ import inspect
 import time
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -333,6 +333,9 @@ class Step(Generic[P, R]):
         yield self._name, self.function
         yield from call.objects()
 
+    def _optimizers(self, call: Call) -> list[Optimizer]:
+        return [optimizer for _, optimizer in discover(self._roots(call)).optimizers]
+
     def _is_unready(self, found: Found, *, is_trial: bool) -> bool:
         """Whether an eager call must come first, to create what only an eager call can create.
 
@@ -362,7 +365,7 @@ class Step(Generic[P, R]):
             self._stepped[id(optimizer)] = optimizer
 
         with contextlib.ExitStack() as hooks:
-            for _, optimizer in discover(self._roots(call)).optimizers:  # one for all would be seen by other threads
+            for optimizer in self._optimizers(call):  # one for all would be seen by other threads
                 hooks.callback(optimizer.register_step_post_hook(OwnHook(note)).remove)
             return self._run_plainly(call)
 
@@ -385,10 +388,7 @@ class Step(Generic[P, R]):
                 shards=self.shard_optimizer,
             )
 
-        def optimizers() -> list[Optimizer]:
-            return [optimizer for _, optimizer in discover(self._roots(call)).optimizers]
-
-        with Session(self._replica, optimizers).active():
+        with Session(self._replica, functools.partial(self._optimizers, call)).active():
             result = self.function(*call.args, **call.kwargs)
         is_open = not all(argument.is_leaf for argument in call.arguments)  # gradients are to reach beyond the step
         return result if is_open else self._result_of(result)
@@ -446,8 +446,7 @@ class Step(Generic[P, R]):
             call = self._make_call(args, kwargs)
             if self._find(call.key, call.arguments, call.given) is not None:
                 return
-            found = discover(self._roots(call))
-            check_supported(found)
+            found = _search(self._roots(call))
             optimizers = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
             try:
                 with pretended_state(optimizers):
@@ -500,8 +499,7 @@ class Step(Generic[P, R]):
         watch_wrapping(self)
         try:
             with tracing_alone():
-                found = discover(self._roots(call))
-                check_supported(found)
+                found = _search(self._roots(call))
                 check_function(self.function)
                 check_modes()
                 if self._is_unready(found, is_trial=is_trial):
@@ -572,12 +570,9 @@ class Step(Generic[P, R]):
             except FoundLate as late:
                 roots.append((late.name, late.value))
                 where = late.where
-                found = discover(roots)
-                check_supported(found)
-                continue
+                found = _search(roots)
             except NumbersChanged as changed:
                 self._workshop.note_counts(found, changed.locations)
-                continue
             except Disturbed as other:
                 num_disturbed += 1
                 disturbed.add(other.location)
@@ -586,8 +581,7 @@ class Step(Generic[P, R]):
                         f"Another thread writes to {other.location} while the step is captured.",
                         remedy="Let it wait for the first calls of the step, or pass what it writes as an argument.",
                     ) from None
-                found = discover(roots)
-                check_supported(found)
+                found = _search(roots)
                 is_lifted = any(number.location == other.location for number in request.numbers)
                 if not is_lifted and other.location.key is not None and is_number(other.location.get()):
                     self._workshop.note_reads(found, [other.location])
@@ -703,8 +697,15 @@ class Step(Generic[P, R]):
             warn_user(f"{self._name} runs as plain Python: {error}")
         if not self._graphs:
             with contextlib.suppress(CaptureError):  # then there never was a graph
-                for _, optimizer in discover(self._roots(call)).optimizers:
+                for optimizer in self._optimizers(call):
                     move_counts_to_host(optimizer)
+
+
+def _search(roots: Iterable[tuple[str, Any]]) -> Found:
+    """What the roots reach, which can be captured."""
+    found = discover(roots)
+    check_supported(found)
+    return found
 
 
 def _trace_twice(request: Request) -> Traced:

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from millstream._torch.backward import is_active
 from millstream._torch.checkpointing import RandomRecords
@@ -45,7 +46,7 @@ from millstream.capture.lines import (
 from millstream.capture.state.executed import unwatched
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, run_with_scalars
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
-from millstream.capture.trace.uniform import UniformDraws
+from millstream.passes.cleanup import IS_DECIDED
 
 aten = torch.ops.aten
 _DATA = vars(torch._C.TensorBase)["data"]
@@ -239,6 +240,40 @@ def _repr_as(traced: Tensor) -> Callable[[Tensor], str]:
 _NUMPY_READ = ("The step reads a NumPy array.", "Make a tensor of it outside of the step and pass that.")
 
 
+_BELOW = {aten.lt.Scalar: True, aten.le.Scalar: True, aten.gt.Scalar: False, aten.ge.Scalar: False}
+"""Comparisons of a number drawn from [0, 1), and their outcome where it is below the other, whatever it is."""
+
+
+class UniformDraws:
+    """Follows tensors of ``torch.rand`` to where they are compared with a number, and to branches that go one way only.
+
+    BART and its like draw a number for each layer in training, and leave the layer out if it is below the probability,
+    which may be zero.
+    """
+
+    def __init__(self) -> None:
+        self._draws = WeakIdKeyDictionary()  # the node of each
+        self._outcomes = WeakIdKeyDictionary()  # of comparisons: what is drawn, and how each comes out
+
+    def see(self, operator: Any, args: tuple[Any, ...], result: Any, graph: fx.Graph) -> None:
+        """Note an operator that has run; its node is the graph's last."""
+        if operator is aten.rand.default:
+            self._draws[result] = next(iter(reversed(graph.nodes)))
+        elif operator in _BELOW and isinstance(args[1], int | float) and args[0] in self._draws:
+            below = _BELOW[operator]
+            if args[1] >= 1:
+                self._outcomes[result] = self._draws[args[0]], below
+            elif args[1] < 0 or (args[1] == 0 and operator in (aten.lt.Scalar, aten.ge.Scalar)):
+                self._outcomes[result] = self._draws[args[0]], not below
+
+    def outcome(self, tensor: Tensor) -> bool | None:
+        """How a comparison comes out; ``None`` where that depends on what is drawn."""
+        node, outcome = self._outcomes.get(tensor, (None, None))
+        if node is not None:
+            node.meta[IS_DECIDED] = True
+        return outcome
+
+
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices tensors that were not lifted, notes source lines, and reuses random results in recomputation.
 
@@ -336,7 +371,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _fail(self, reason: str, remedy: str) -> NoReturn:
         raise_refusal(self._refuse, reason, remedy)
 
-    def _note_line(self, last: torch.fx.Node) -> None:
+    def _note_line(self, last: fx.Node) -> None:
         """Give the nodes after ``last`` the user's line; nodes of backward get that of their forward."""
         node = next(iter(reversed(self._graph.nodes)))
         if node is last:
