@@ -44,7 +44,7 @@ from millstream.lower.convolutions.siblings import find_joint_launches, join_sib
 from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
 from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.failures import other_tries
-from millstream.lower.inductor.checks_first import checks_first
+from millstream.lower.inductor.checks_first import check_classes, checks_first
 from millstream.lower.inductor.fx_wrapper import collect_wrappers
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
@@ -229,7 +229,8 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         torch.no_grad() if step_state is not None else contextlib.nullcontext(),
         # A step's graph has its casts: its operators are not to be cast by what the caller is in.
         without_autocast() if step_state is not None else contextlib.nullcontext(),
-        inductor_config.patch({"freezing": step_state is None and (freeze or inductor_config.freezing), **options}),
+        inductor_config.patch({"freezing": step_state is None and (freeze or inductor_config.freezing)}),
+        inductor_config.patch({**check_classes(gm.graph, inputs), **options}),
         inductor_config.patch(joint_custom_post_pass=workarounds.JointPasses(_user_pass(options))),
         workarounds.tracing(),
         # A cached AOT artefact would skip the lowering, which is all we are here for.

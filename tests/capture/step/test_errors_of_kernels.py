@@ -98,6 +98,16 @@ def test_what_kernels_on_several_threads_refuse_changes_nothing(two_threads):
     assert_close(ours.state(), eager.state())
 
 
+def test_a_class_that_there_is_not_is_refused_where_nobody_reads_the_loss():
+    layer = nn.Linear(4, 5)
+    step = ms.step(lambda x, y: (F.cross_entropy(layer(x), y) / 2).backward(), engine="serial", strict=True)
+    x, y = torch.randn(8, 4), torch.arange(8) % 5
+    for _ in range(2):
+        step(x, y)
+    with pytest.raises(IndexError, match="Target 5 is out of bounds"):
+        step(x, y + 1)
+
+
 def test_what_a_kernel_of_a_model_refuses_changes_no_statistics():
     model = Classifier()
     compiled = ms.compile(lambda x, y: F.cross_entropy(model(x), y), strict=True)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import sympy
+import torch
+from torch import fx
 from torch._inductor import ir
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.loop_body import MemoryUsageType
@@ -111,6 +113,38 @@ def checks_first() -> Iterator[None]:
         replaced(CppScheduling, "codegen_node", write_apart),
     ):
         yield
+
+
+def check_classes(graph: fx.Graph, inputs: Sequence[Any]) -> dict[str, bool]:
+    """Inductor's options for a graph, so that it refuses classes that there are not.
+
+    The kernel of a loss checks them, and is left out where only gradients are asked for. Those are computed by
+    comparing with each class, unless Inductor is told to scatter, which checks as well.
+    """
+    aten = torch.ops.aten
+    if not all(each.is_cpu for each in inputs if isinstance(each, torch.Tensor)):  # others are sizes
+        return {}
+    losses = (
+        node
+        for target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+        for node in graph.find_nodes(op="call_function", target=target)
+    )
+    are_needed = (any(part.args[1] == 0 and _is_needed(part) for part in loss.users) for loss in losses)
+    return {} if all(are_needed) else {"optimize_scatter_upon_const_tensor": False}
+
+
+def _is_needed(value: fx.Node) -> bool:
+    """Whether a result, or something that is written, depends on more of a value than its shape."""
+    known, todo = {value}, [value]
+    while todo:
+        for user in todo.pop().users:
+            schema = getattr(user.target, "_schema", None)
+            if user.op == "output" or (schema is not None and schema.is_mutable):
+                return True
+            if user not in known and user.target is not torch.ops.aten.ones_like.default:  # a backward pass begins
+                known.add(user)
+                todo.append(user)
+    return False
 
 
 class _Check(NamedTuple):
