@@ -355,16 +355,26 @@ class _Tracer:
             self.snapshot.add(discover([*self.request.roots, *held]))
 
     def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
+        where = _line_of(frame)
         if what in STARTED:
-            reason = f"The step starts {what}, which a graph would not do again."
-            remedy = "Let ms.callback do it, as in ms.callback(pool.submit, save, loss)."
+            error = CaptureError(
+                f"The step starts {what}, which a graph would not do again.",
+                where=where,
+                remedy="Let ms.callback do it, as in ms.callback(pool.submit, save, loss).",
+            )
         elif is_written:
-            reason = f"The step writes to {what}, which a graph would not do again."
-            remedy = "Let ms.callback do it, as in ms.callback(writer.writerow, [loss.item()])."
+            error = CaptureError(
+                f"The step writes to {what}, which a graph would not do again.",
+                where=where,
+                remedy="Let ms.callback do it, as in ms.callback(writer.writerow, [loss.item()]).",
+            )
         else:
-            reason = f"The step reads {what}, which gives something else each time."
-            remedy = "Read it outside of the step, and pass what depends on it as an argument."
-        self._report(CaptureError(reason, where=_line_of(frame), remedy=remedy))
+            error = CaptureError(
+                f"The step reads {what}, which gives something else each time.",
+                where=where,
+                remedy="Read it outside of the step, and pass what depends on it as an argument.",
+            )
+        self._report(error)
 
     def _on_opaque(self, frame: FrameType, function: Any) -> None:
         name, owner = self.request.found.opaque[id(function.__self__)]
