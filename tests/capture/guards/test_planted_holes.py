@@ -104,6 +104,22 @@ def checking_no(*checks, **replaced):
     return plant
 
 
+def copying_no(what, **replaced):
+    """Nor what is in a container of modules or optimizers."""
+
+    def plant(patch):
+        original = Guards.copy
+
+        def copy(self, name, container):
+            if not name.endswith(what):
+                original(self, name, container)
+
+        patch.setattr(Guards, "copy", copy)
+        checking_no(**replaced)(patch)
+
+    return plant
+
+
 def without(target, value):
     return lambda patch: patch.setattr(target, value)
 
@@ -158,8 +174,8 @@ HOLES = {  # what is switched off, how, and a part of the names of the cells tha
     "whether there is a tensor": (without("millstream.capture.guards.derive.kind_of", lambda value: None), "none of a tensor"),
     "what was looked at": (without("millstream.capture.guards.derive._add_forms", lambda *_: None), "len of a tensor"),
     "addresses": (checking_no("placed"), "values of a tensor / data"),
-    "hooks": (checking_no("copies", hooks=Check("", id)), "module / hooks"),
-    "submodules": (checking_no("copies"), "module / submodules"),
+    "hooks": (copying_no("hooks", hooks=Check("", id)), "module / hooks"),
+    "submodules": (copying_no("submodules"), "module / submodules"),
     "attributes of modules": (expecting_no(lambda at, value: "_parameters" in at.holder if isinstance(at.holder, dict) else False), "out_features"),
     "shapes of arguments": (without("millstream.capture.state.signature.meta_of", lambda tensor: ((), tensor.dtype, tensor.device, (), False, False)), "dict / in / add"),
     "learning rates": (without("millstream.capture.step.graph.StepGraph.fill_slots", lambda self: None), "optimizer that steps / lr"),
