@@ -332,6 +332,7 @@ _CODE = [
     Cell("function", "its defaults", "__defaults__", "def f#(v=1.5): return v", "f#()", "f#.__defaults__ = (2.5,)", "f#.__defaults__ = (1.5,)"),
     Cell("function", "its keyword defaults", "__kwdefaults__", "def f#(*, v=1.5): return v", "f#()", "f#.__kwdefaults__ = dict(v=2.5)"),
     Cell("object", "its class", "__class__", "class A#:\n    def get(self): return 1.5\nclass B#:\n    def get(self): return 2.5\na# = A#()", "a#.get()", "a#.__class__ = B#", "a#.__class__ = A#"),
+    Cell("object", "a number", "__dict__", "class A#: pass\na# = A#()\na#.v = 1.5", "a#.v", "a#.__dict__ = {'v': 2.5}", "a#.__dict__ = {'v': 1.5}"),
     Cell("object", "its type", "__class__", "class A#: pass\nclass B#(A#): pass\na# = A#()", "(2 if type(a#) is A# else 3)", "a#.__class__ = B#", "a#.__class__ = A#"),
     Cell("module", "its class", "__class__", "class A#(nn.Module):\n    def forward(self, y): return y * 1.5\nclass B#(A#):\n    def forward(self, y): return y * 2.5\na# = A#()", "a#(1.0)", "a#.__class__ = B#", "a#.__class__ = A#"),
     Cell("class", "a method", "rebind", "class A#:\n    def get(self): return 1.5\na# = A#()", "a#.get()", "A#.get = lambda self: 2.5"),

@@ -153,6 +153,7 @@ class Guards:
         # What places hold looks as it did, though it may be another.
         self.forms = Check("{} has another shape, dtype or layout than before.", lambda pair: pair[0](pair[1].get()))
         self.contents = Check(_OTHER_ITEMS, _itself, has_content)  # of sets, deques, arrays and such
+        self.dicts = Check("{} has another __dict__ than before.", vars, is_)  # of objects that are no modules
         self.owned: set[Location] = set()  # entries that hold state of the step
         self.watched: list[Tensor] = []  # tensors whose gradients count
         self.gradients: list[Tensor | None] = []  # that each of them must have
@@ -205,10 +206,12 @@ class Guards:
             self.sizes.add(container.view() if isinstance(container, Attributes) else container, name)
 
     def pin(self, owner: Any) -> None:
-        """Expect an object to keep its class, a class its bases, and a function its code and defaults."""
+        """Expect an object to keep its class and its dict, a class its bases, a function its code and defaults."""
         name = (owner if isinstance(owner, type | FunctionType) else type(owner)).__qualname__
         for part in _FUNCTION if isinstance(owner, FunctionType) else _CLASS if isinstance(owner, type) else _OBJECT:
             self.pins[part].add(owner, name)
+        if not isinstance(owner, nn.Module | type | FunctionType) and _has_own_dict(owner):
+            self.dicts.add(owner, name)
 
     def copy(self, name: str, container: Any) -> None:
         """Expect a dict or list to hold the very objects that it holds."""
@@ -227,7 +230,7 @@ class Guards:
         """Nothing more is expected."""
         known = (self.sizes, self.orders, *self.pins, self.entries, self.absent, self.cells, self.placed)
         self._quick = [check for check in known if check.things]
-        self._slow = [check for check in (self.scalers, self.forms, self.contents) if check.things]
+        self._slow = [check for check in (self.scalers, self.forms, self.contents, self.dicts) if check.things]
 
     def quicken(self, written: Sequence[Tensor]) -> None:
         """From now on let compiled code look first, where it can be had; it also counts up versions of ``written``."""
@@ -302,7 +305,7 @@ class Guards:
             return Break("A parameter belongs to a data-parallel model now.", is_final=True)
         for change in self.placed.broken():
             return replace(change, is_final=True)
-        others = (self.sizes, self.orders, self.contents, *self.pins, self.frozen, self.forms)
+        others = (self.sizes, self.orders, self.contents, *self.pins, self.dicts, self.frozen, self.forms)
         for check in (*others, self.scalers, self.hooks):
             for change in check.broken():
                 return change
@@ -336,6 +339,12 @@ def _hooks_of(owner: Tensor | nn.Module | None) -> Any:
 
 
 _GRADIENT = attrgetter("grad")
+
+
+def _has_own_dict(owner: Any) -> bool:
+    """Whether an object has a dict, and not a property that makes one each time."""
+    held = getattr(owner, "__dict__", None)
+    return isinstance(held, dict) and held is owner.__dict__
 
 
 def _hooks_clock() -> tuple[int, ...]:
