@@ -32,6 +32,20 @@ def unchanged(
             generator.set_state(state)
 
 
+@contextmanager
+def replays_unchanged(
+    program: Program, written: Sequence[torch.Tensor], generator: torch.Generator, replay: Callable[[], None]
+) -> Iterator[Callable[[], None]]:
+    """Give a function that replays a program's graph, each time from the same counts; see ``unchanged``."""
+    with unchanged(program, written, generator) as rewind:
+
+        def replay_again() -> None:
+            rewind()
+            replay()
+
+        yield replay_again
+
+
 def rewinding(memory: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Return a function that puts back what counts: integers, and tensors of a single element.
 

@@ -8,6 +8,7 @@ import torch
 
 from millstream.engine.planning import trial
 from millstream.engine.planning.trial import Trials
+from millstream.engine.unchanged import replays_unchanged
 
 SERIAL, FIRST, SLOWER, BEST, LAST = (types.SimpleNamespace(plan=name) for name in ("s", "f", "l", "b", "z"))
 """Proposals."""
@@ -95,5 +96,21 @@ def test_what_is_tried_again_and_again_does_not_count_on(monkeypatch):
     trials = Trials(Counting, SERIAL.plan, CONTEXT, NO_RANDOMS)
     assert trials.compare(FIRST, SERIAL) == (1_000_000, 1_000_000)
     assert trials.error is None
+    assert position.item() == 6
+    assert not cache.any()
+
+
+def test_what_is_replayed_to_be_explained_does_not_count_on():
+    position, cache = torch.tensor([6]), torch.zeros(8)
+
+    def replay():
+        position.add_(1)
+        cache[position] += 1
+
+    with replays_unchanged(NO_RANDOMS, (position, cache), None, replay) as again:
+        for _ in range(3):
+            again()
+        assert position.item() == 7
+        assert cache[7] == 3
     assert position.item() == 6
     assert not cache.any()

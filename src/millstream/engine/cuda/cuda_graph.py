@@ -47,7 +47,7 @@ from millstream.engine.planning.choice import Proposal, Scheduling
 from millstream.engine.planning.planner import Planner
 from millstream.engine.planning.trial import Trials
 from millstream.engine.serial import SerialEngine
-from millstream.engine.unchanged import unchanged
+from millstream.engine.unchanged import replays_unchanged, unchanged
 from millstream.errors import DeviceError, InternalError, PlanError
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
@@ -203,12 +203,7 @@ class CudaGraphEngine:
             self._context.graphs.enter()
             captured.serve(torch.cuda.current_stream(self._index))
             generator = torch.cuda.default_generators[self._index]
-            with unchanged(self.lowered.program, captured.written, generator) as rewind:
-
-                def replay() -> None:
-                    rewind()
-                    captured.replay()
-
+            with replays_unchanged(self.lowered.program, captured.written, generator, captured.replay) as replay:
                 yield replay
 
     def capture_beside(self, plan: Plan) -> Captured:

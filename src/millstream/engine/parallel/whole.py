@@ -35,7 +35,7 @@ from millstream.engine.parallel.watchdog import Watchdog, watchdog_of
 from millstream.engine.planning.choice import Found, Scheduling, choice_key, choose, note
 from millstream.engine.planning.store import Store
 from millstream.engine.serial import SerialEngine
-from millstream.engine.unchanged import unchanged
+from millstream.engine.unchanged import replays_unchanged
 from millstream.graph import Candidate, KernelKind, Plan
 from millstream.lower import Lowered, Phase
 from millstream.lower.merging import merge
@@ -174,12 +174,7 @@ class WholeGraph:
             self._context.graphs.enter()
             captured.serve(torch.cuda.current_stream(self._index))
             generator = torch.cuda.default_generators[self._index]
-            with unchanged(self.lowered.program, captured.written, generator) as rewind:
-
-                def replay() -> None:
-                    rewind()
-                    captured.replay()
-
+            with replays_unchanged(self.lowered.program, captured.written, generator, captured.replay) as replay:
                 yield replay
 
     def _run(self, captured: Captured, inputs: list[Any]) -> list[Any]:
