@@ -360,15 +360,15 @@ def settle_in_both(pair, monkeypatch, done, ns_of, opens=lambda rank, ctas: None
 
 def test_quickest_communicator_is_taken_and_others_are_closed(pair, monkeypatch, done):
     def ns_of(rank, ctas):
-        return {"group": 100, None: 101, 8: 90, 4: 80 if rank == 0 else 95}[ctas] * 10**6
+        return {"group": 100, None: 101, 16: 90, 8: 80 if rank == 0 else 95}[ctas] * 10**6
 
     first, second = settle_in_both(pair, monkeypatch, done, ns_of)
     assert first == second
     noted, told, issued_on = first
-    assert noted == {"is_own": True, "max_ctas": 8}
-    assert "of at most 8 CTAs (the process group itself 100.000 ms," in told
-    assert issued_on == [None, 8, 4]  # each warmed up; the one without a number has the name ``None``
-    assert sorted(done) == ["destroyed 4", "destroyed 4", "destroyed None", "destroyed None"]
+    assert noted == {"is_own": True, "max_ctas": 16}
+    assert "of at most 16 CTAs (the process group itself 100.000 ms," in told
+    assert issued_on == [None, 16, 8]  # each warmed up; the one without a number has the name ``None``
+    assert sorted(done) == ["destroyed 8", "destroyed 8", "destroyed None", "destroyed None"]
 
 
 def test_process_group_is_kept_where_nothing_is_clearly_faster(pair, monkeypatch, done):
@@ -380,7 +380,7 @@ def test_process_group_is_kept_where_nothing_is_clearly_faster(pair, monkeypatch
 
 def test_communicator_that_cannot_be_opened_in_one_process_is_used_in_none(pair, monkeypatch, done):
     def opens(rank, ctas):
-        if rank == 1 and ctas == 8:
+        if rank == 1 and ctas == 16:
             raise RuntimeError("no room")
 
     for noted, told, _ in settle_in_both(pair, monkeypatch, done, lambda *_: 1, opens):
@@ -396,7 +396,7 @@ def test_communicator_that_cannot_be_opened_in_one_process_is_used_in_none(pair,
         ("6", None, [6]),
         ("auto", {"is_own": True, "max_ctas": 4}, [4]),
         ("auto", {"is_own": False, "max_ctas": None}, []),
-        ("auto", {"is_own": "no such"}, [None, 8, 4]),
+        ("auto", {"is_own": "no such"}, [None, 16, 8]),
     ],
 )
 def test_communicator_that_is_asked_for_or_was_chosen_before_is_not_tried(

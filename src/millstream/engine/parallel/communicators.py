@@ -19,7 +19,7 @@ from millstream.data_parallel.exchange import Exchange
 from millstream.engine.parallel.lockstep import WHAT, LockstepTrials, together
 from millstream.engine.planning.choice import MARGIN
 
-TRIED = (None, 8, 4)
+TRIED = (None, 16, 8)
 """Most thread blocks (CTAs) of those that are tried; ``None``: as many as NCCL chooses, on an H100 up to 24. With fewer
 a collective takes longer, which costs nothing where it is hidden, and leaves multiprocessors to other kernels."""
 
