@@ -198,6 +198,8 @@ def run(program: Program) -> Outcome:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)
             result = step(x.clone())
+        if not all(each.isfinite().all() for each in expected if isinstance(each, torch.Tensor)):
+            break  # it diverges: its values tell nothing from here on
         try:
             assert_same(result, expected, name="result")
             for our, their in zip(our_weights, their_weights, strict=True):
