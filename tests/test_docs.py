@@ -25,7 +25,7 @@ PIECES = {
     "architecture.md": "no programs",
 }
 MARKED = re.compile(r"^ *# shown: (\w+)\n(.*?)^ *# end of shown", re.DOTALL | re.MULTILINE)
-WORKAROUND = re.compile(r"^\| \[pytorch#(\d+)\]\(\S+\) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+WORKAROUND = re.compile(r"^\| (?:\[(?=pytorch#\d+\]\()|`)(\S+?)(?:\]\(\S+\)|`) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -80,7 +80,7 @@ def test_every_workaround_is_told_of():
     from millstream.lower.workarounds import WORKAROUNDS
 
     rows = WORKAROUND.findall((ROOT / "docs" / "upstream.md").read_text(encoding="utf-8"))
-    told = {f"pytorch#{number}": (effect, versions) for number, effect, versions in rows}
+    told = {issue: (effect, versions) for issue, effect, versions in rows}
 
     def versions_of(each):
         bounds = (("from", each.since), ("before", each.until))

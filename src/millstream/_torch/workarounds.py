@@ -28,7 +28,7 @@ class Workaround:
     """Something of PyTorch's that is wrong, and what is done about it.
 
     Attributes:
-        issue: Where it was reported, ``pytorch#185873``; its name in ``MILLSTREAM_WITHOUT``.
+        issue: Where it was reported, ``pytorch#185873``, or a name; so it is called in ``MILLSTREAM_WITHOUT``.
         effect: What happens without, in a few words.
         since: The first version of PyTorch that needs it; ``None`` where all that are supported do.
         until: The first version of PyTorch that does without; ``None`` while there is none.

@@ -54,6 +54,28 @@ def train_complex_parameters():
         torch.testing.assert_close(ours, theirs)
 
 
+def train_parameters_by_each_other():
+    runs = []
+    for wrap in (lambda step: step, partial(ms.step, strict=True)):
+        torch.manual_seed(0)
+        model = [*(nn.Parameter(torch.randn(3, 4)) for _ in range(2)), nn.Parameter(torch.randn(40, 40))]
+        layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD([*model, *layers.parameters()], 0.1, momentum=0.9, weight_decay=0.1)
+
+        def step(row, model=model, layers=layers, optimizer=optimizer):
+            a, b, square = model
+            loss = (a * b).sum() + (square - square.T).square().sum() + layers(row).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        call = wrap(step)
+        runs.append([*(call(torch.ones(1, 4)) for _ in range(3)), *(p.detach() for p in [*model, *layers.parameters()])])
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def unpool_channels_last():
     x = torch.randn(1, 2, 4, 6).contiguous(memory_format=torch.channels_last)
     pooled, indices = torch.nn.functional.max_pool2d(x, 2, return_indices=True)
@@ -127,6 +149,7 @@ SHOWN_BY = {
     "pytorch#196681": reduce_in_tiles,
     "pytorch#197039": lambda: test_kept_reads.assert_gradients_are_right(test_kept_reads.RunningScale()),
     "pytorch#197094": train_complex_parameters,
+    "foreach-reads": train_parameters_by_each_other,
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
 }
 ON_A_GPU = {"pytorch#189895", "pytorch#193061"}
@@ -175,6 +198,7 @@ PROGRAMS = [
     view_a_part,
     multiply_by_zero,
     train_complex_parameters,
+    train_parameters_by_each_other,
     unpool_channels_last,
 ]
 

@@ -6,7 +6,10 @@ more and compares: a value that changed unseen stands in the new graph as anothe
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -33,7 +36,7 @@ def listing_of(traced: Traced) -> list[Line]:
     ]
     lines += (Line(f"{write.location} = {_output(write.output)}", "") for write in traced.effects.writes)
     for call in traced.effects.calls:
-        lines.append(Line(f"a call of {getattr(call.function, '__qualname__', call.function)}", call.where))
+        lines.append(Line(f"a call of {_name(call.function)}", call.where))
     return [*lines, Line(f"the result {_shown(traced.structure)}", "")]
 
 
@@ -63,6 +66,13 @@ def _outdated(name: str, old: str, new: str, where: str) -> CaptureError:
         where=where,
         remedy="Pass what has changed as an argument of the step.",
     )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """A function's name, and nothing of what it is bound to, which may show numbers that change rightly."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _text_of(node: fx.Node, gm: fx.GraphModule) -> str:

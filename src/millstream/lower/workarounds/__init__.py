@@ -1,4 +1,4 @@
-"""Faults of PyTorch's compiler, and what is done about each: a module for every issue.
+"""Faults of PyTorch's compiler, and what is done about each: a module for each.
 
 They are in folders by the stage of the compiler that they change: ``decompositions`` of operators, the ``joint_graph``
 of forward and backward, and ``kernels``, how they are scheduled and written.
@@ -23,6 +23,7 @@ from millstream._torch.workarounds import Decompositions, Workaround, without
 from millstream.lower.workarounds.decompositions import pytorch_167313, pytorch_187173, pytorch_197094, pytorch_198119
 from millstream.lower.workarounds.joint_graph import pytorch_183988, pytorch_184232, pytorch_187580, pytorch_197039
 from millstream.lower.workarounds.kernels import (
+    foreach_reads,
     pytorch_176591,
     pytorch_180848,
     pytorch_185873,
@@ -54,6 +55,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_197039.WORKAROUND,
     pytorch_197094.WORKAROUND,
     pytorch_198119.WORKAROUND,
+    foreach_reads.WORKAROUND,
 )
 
 

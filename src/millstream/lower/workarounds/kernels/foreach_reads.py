@@ -1,0 +1,76 @@
+"""An in-place operator of a list reads what it writes before it writes any of it.
+
+Inductor makes the new values of all items first, as expressions that are not computed yet, and then lets one item after
+another become its expression. The expression of a later item that reads an earlier one finds it written:
+``torch._foreach_add_([a, b], [a * 2, a * 3])`` adds three times the new ``a``. Optimizers write all parameters by one
+such operator, and the gradient of a parameter is an expression of others wherever no sum lies between: with a batch of
+one row, or in products of parameters. An item that reads itself at other places, as ``[w], [w.T * 2]``, is read while
+it is written.
+
+So what reads such an item is computed before. Weight decay, which reads each item where it is written, is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch._inductor import ir, lowering
+from torch._inductor.dependencies import Dep, extract_read_writes
+from torch._inductor.virtualized import V
+
+from millstream._torch.workarounds import Workaround, replaced
+
+#: By device: the items of a list, each the number of its result, and the arguments for it, its destination first.
+_Groups = Mapping[Any, list[tuple[int, Any]]]
+
+
+@contextlib.contextmanager
+def _read_before_writing() -> Iterator[None]:
+    compute = lowering.foreach_group_loop
+
+    def compute_apart(groups: _Groups, num_outputs: int, apply_fn: Callable[..., Any], realize_outputs: bool) -> Any:
+        if V.graph.current_node.target in lowering.inplace_foreach_ops:
+            written = {args[0].get_name() for group in groups.values() for _, args in group}
+            groups = {
+                key: [(number, (args[0], *(_read(arg, args[0], written) for arg in args[1:]))) for number, args in group]
+                for key, group in groups.items()
+            }
+        return compute(groups, num_outputs, apply_fn, realize_outputs)
+
+    with replaced(lowering, "foreach_group_loop", compute_apart):
+        yield
+
+
+def _read(arg: Any, destination: ir.TensorBox, written: set[str]) -> Any:
+    """An argument, computed by now where it reads what is written, but for its own destination at the same place."""
+
+    def reads_written() -> bool:
+        return any(dep.name in written for dep in _reads(arg) - _reads(destination))
+
+    if not isinstance(arg, ir.TensorBox) or written.isdisjoint(arg.get_read_names()):  # which is quickly asked
+        return arg
+    if reads_written():
+        arg.realize()
+        if reads_written():  # it is one of them, or a view of one
+            arg = ir.Pointwise.create(
+                device=arg.get_device(),
+                dtype=arg.get_dtype(),
+                inner_fn=arg.make_loader(),
+                ranges=list(arg.get_size()),
+            )
+            arg.realize()
+    return arg
+
+
+def _reads(box: ir.TensorBox) -> set[Dep]:
+    with ir.patch.object(ir.FlexibleLayout, "allow_indexing", True):
+        return set(extract_read_writes(box.make_loader(), box.get_size()).reads)
+
+
+WORKAROUND = Workaround(
+    "foreach-reads",
+    "wrong updates of parameters whose gradients are made from other parameters, as with a batch of one row",
+    lowering=_read_before_writing,
+)
