@@ -1,5 +1,7 @@
 """``check=N``: what changes without any guard noticing is found by capturing again."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -68,3 +70,42 @@ def test_it_is_set_by_the_environment_where_it_is_left_out(monkeypatch):
 def test_what_is_no_number_of_calls_is_refused(check):
     with pytest.raises(ArgumentError, match="check is a number of calls"):
         ms.step(scaled, check=check)
+
+
+def test_nothing_is_found_in_a_step_with_a_schedule_and_branches():
+    results = []
+    for wrap in (lambda step: step, lambda step: Step(step, build=interpret, strict=True, check=1)):
+        torch.manual_seed(0)
+        model, pace = torch.nn.Linear(4, 2), SimpleNamespace(count=0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        plan = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+        def call(x, model=model, pace=pace, optimizer=optimizer, plan=plan):
+            pace.count += 1
+            loss = model(x).square().mean() * (pace.count / 4 if pace.count < 4 else 1.0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plan.step()
+            return loss.detach()
+
+        step = wrap(call)
+        results.append([*(step(torch.ones(3, 4)) for _ in range(8)), torch.tensor(plan.get_last_lr())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_inputs_are_known_by_name():
+    """A graph that leaves the optimizer alone is older than the optimizer's state, which comes before arguments."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def call(x, is_due):
+        model(x).sum().backward()
+        if is_due:
+            optimizer.step()
+
+    step = Step(call, build=interpret, strict=True, check=1)
+    for number in range(6):
+        step(torch.ones(3, 4), number % 3 == 2)
+    assert len(step.graphs) == 2

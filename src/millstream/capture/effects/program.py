@@ -184,11 +184,7 @@ class Effects:
                     values.keep(count.number)
 
 
-def all_needs(effects: Iterable[Effect], outputs: Sequence[Output]) -> list[Leaf]:
-    """What effects and results read of the graph's results, each once, in a fixed order."""
-    needs: dict[Leaf, None] = {}
-    for effect in effects:
-        needs |= dict.fromkeys(effect.needs if isinstance(effect, Call) else effect.output.needs)
-    for output in outputs:
-        needs |= dict.fromkeys(output.needs)
-    return list(needs)
+def all_needs(effects: Iterable[Effect], outputs: Sequence[Output]) -> set[Leaf]:
+    """What effects and results read of the graph's results."""
+    needs = [effect.needs if isinstance(effect, Call) else effect.output.needs for effect in effects]
+    return set().union(*needs, *(output.needs for output in outputs))

@@ -116,7 +116,8 @@ class Recorder:
     def finish(self, outputs: Sequence[Output], results: list[Tensor]) -> Effects:
         """Add what effects and ``outputs`` need to the results of the graph: numbers of one type as one tensor."""
         items: dict[tuple[torch.dtype, torch.device], list[Item]] = {}
-        needs = all_needs(self.program, outputs)
+        wanted = all_needs(self.program, outputs)
+        needs = [leaf for leaf in self.kept if leaf in wanted]  # in the same order in each trace, and in each process
         for leaf in needs:
             tensor = self.kept[leaf]
             if isinstance(leaf, Item):

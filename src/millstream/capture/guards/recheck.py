@@ -17,7 +17,7 @@ from millstream._torch.distributed.collectives import EXCHANGE, exchange_of
 from millstream.capture.effects.program import Output
 from millstream.capture.lines import last_place
 from millstream.capture.state.signature import SCALARS, Container, Reference, Structure, Value
-from millstream.capture.step.request import Traced
+from millstream.capture.step.request import Request, Traced
 from millstream.errors import CaptureError
 
 
@@ -29,10 +29,12 @@ class Line:
     where: str  # the user's line
 
 
-def listing_of(traced: Traced) -> list[Line]:
+def listing_of(request: Request, traced: Traced) -> list[Line]:
     """All that a trace says of what a call does."""
+    names = _names_of_inputs(request, traced)
     lines = [
-        Line(_text_of(node, traced.gm), last_place(node.meta.get("stack_trace", ""))) for node in traced.gm.graph.nodes
+        Line(_text_of(node, traced.gm, names), last_place(node.meta.get("stack_trace", "")))
+        for node in traced.gm.graph.nodes
     ]
     lines += (Line(f"{write.location} = {_output(write.output)}", "") for write in traced.effects.writes)
     for call in traced.effects.calls:
@@ -75,14 +77,30 @@ def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def _text_of(node: fx.Node, gm: fx.GraphModule) -> str:
+def _names_of_inputs(request: Request, traced: Traced) -> dict[fx.Node, str]:
+    """What each input is: its number changes as soon as there is more that the graph does not use."""
+    known = [
+        *(request.state[index].name for index in traced.state),
+        *(f"{request.gradients[index].name}.grad" for index in traced.gradients),
+        *(request.numbers[index].label for index in traced.numbers),
+        *(f"argument {index}" for index, _ in traced.arguments),
+        *(request.state[index].name for index, _ in traced.replaced),
+    ]
+    inputs = [node for node in traced.gm.graph.nodes if node.op == "placeholder"]
+    return dict(zip(inputs, [*known, *(f"size {index}" for index in range(len(inputs) - len(known)))], strict=True))
+
+
+def _text_of(node: fx.Node, gm: fx.GraphModule, names: dict[fx.Node, str]) -> str:
+    if node in names:
+        return f"the input {names[node]}"
     if node.op == "get_attr":
         value = getattr(gm, str(node.target), None)
         return f"{node.name} = {value.tolist() if isinstance(value, Tensor) else value}"
     if node.target is EXCHANGE:  # the number of a collective says nothing
         values, key = node.args
         return f"{node.name} = {exchange_of(key).label} of {values}"
-    arguments = ", ".join([*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: names.get(each, each.name))
+    arguments = ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])
     return f"{node.name} = {node.target}({arguments})"
 
 

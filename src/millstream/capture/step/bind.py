@@ -269,7 +269,7 @@ class Workshop:
             expected=expect_of_arguments(request, traced),
             sizes=None if traced.sizes is None else SizeGuard(traced.sizes),
             changing=request.changing,
-            listing=listing_of(traced) if self.is_checked else [],
+            listing=listing_of(request, traced) if self.is_checked else [],
             slots=slots,
             mirrors=mirrors,
             numbers=traced.values,

@@ -52,6 +52,7 @@ from millstream.capture.step.request import (
     EagerFirst,
     FirstChange,
     FoundLate,
+    NoGraph,
     NumbersChanged,
     Request,
     ServesOnce,
@@ -530,8 +531,11 @@ class Step(Generic[P, R]):
         with tracing_alone():
             call = self._make_call(args, kwargs)
             dimensions = {} if graph.sizes is None else graph.sizes.dimensions
-            _, traced = self._record(call, discover(self._roots(call)), CountsOnDevice(), dimensions, graph)
-            compare(graph.listing, listing_of(traced), self._name)
+            try:
+                request, traced = self._record(call, discover(self._roots(call)), CountsOnDevice(), dimensions, graph)
+            except NoGraph:  # as in the last call before one that takes another branch: the next check will tell
+                return
+            compare(graph.listing, listing_of(request, traced), self._name)
 
     def _trace(
         self, call: Call, found: Found, counts: CountsOnDevice, dimensions: dict[int, frozenset[int]]
