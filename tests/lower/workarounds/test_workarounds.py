@@ -71,7 +71,8 @@ def train_parameters_by_each_other():
             return loss.detach()
 
         call = wrap(step)
-        runs.append([*(call(torch.ones(1, 4)) for _ in range(3)), *(p.detach() for p in [*model, *layers.parameters()])])
+        runs.append([call(torch.ones(1, 4)) for _ in range(3)])
+        runs[-1] += [each.detach() for each in [*model, *layers.parameters()]]
     for ours, theirs in zip(*runs, strict=True):
         torch.testing.assert_close(ours, theirs)
 

@@ -13,7 +13,7 @@ So what reads such an item is computed before. Weight decay, which reads each it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch._inductor import ir, lowering
@@ -34,13 +34,16 @@ def _read_before_writing() -> Iterator[None]:
         if V.graph.current_node.target in lowering.inplace_foreach_ops:
             written = {args[0].get_name() for group in groups.values() for _, args in group}
             groups = {
-                key: [(number, (args[0], *(_read(arg, args[0], written) for arg in args[1:]))) for number, args in group]
-                for key, group in groups.items()
+                key: [(number, _read_all(args, written)) for number, args in group] for key, group in groups.items()
             }
         return compute(groups, num_outputs, apply_fn, realize_outputs)
 
     with replaced(lowering, "foreach_group_loop", compute_apart):
         yield
+
+
+def _read_all(args: Sequence[Any], written: set[str]) -> tuple[Any, ...]:
+    return args[0], *(_read(arg, args[0], written) for arg in args[1:])
 
 
 def _read(arg: Any, destination: ir.TensorBox, written: set[str]) -> Any:
