@@ -14,7 +14,7 @@ from millstream.data.transfer import buffers, lending
 from millstream.data.transfer import device as device_transfer
 from millstream.data.transfer.layout import describe_leaves, plan_layout, view_leaves
 from millstream.data.transfer.lending import prepare_lending
-from millstream.device import likeness, native
+from millstream.device import native, tensor_specs
 from tests.data.test_transfer import MOODS, make_batch, settle, train
 
 pytestmark = pytest.mark.skipif(
@@ -138,13 +138,13 @@ def test_all_is_compiled_before_the_first_batch(virtual_feed, monkeypatch):
     """Compiling takes seconds, once on a machine; for the third batch the device would wait, and the ledger tell so."""
     build, built = native.build, []
     monkeypatch.setattr(native, "build", lambda source, *options: built.append(source.stem) or build(source, *options))
-    for each in (device_transfer._compile, native.filler, likeness.compiled, lending.compiled):
+    for each in (device_transfer._compile, native.filler, tensor_specs.compiled, lending.compiled):
         each.cache_clear()
     fed, device = virtual_feed([make_batch(i, 3, 300) for i in range(10)], 2, "eager")
     with device.on(device.default):
         passing = iter(fed)
         next(passing)
-        assert set(built) == {"native", "likeness", "lending"}
+        assert set(built) == {"native", "tensor_specs", "lending"}
         built.clear()
         assert len(list(passing)) == 9
     assert set(built) <= {"native"}  # which is found then

@@ -8,8 +8,8 @@ import torch
 
 from millstream._torch.tensors import storage_view
 from millstream.device import context, native
-from millstream.device.cuda_graphs import gates
-from millstream.engine.cuda import captured, carrier, cuda_graph, in_place, passage
+from millstream.device.cuda_graphs import memcpy_nodes
+from millstream.engine.cuda import batched_copy, captured, cuda_graph, graph_io, in_place
 from tests.engines.host_driver import GRAPH, STREAM, HostDriver, launch
 
 
@@ -20,12 +20,12 @@ def host_driver(monkeypatch):
         pytest.skip("needs a C++ compiler")
     driver, path = HostDriver(), native.build_native()
     enqueuer = native.Enqueuer(path, driver.cuMemcpyAsync, driver.cuEventRecord, driver.cuStreamWaitEvent)
-    keeper = gates.Gatekeeper(path, driver)
-    monkeypatch.setattr(carrier, "enqueuer", lambda: enqueuer)
-    monkeypatch.setattr(passage, "gatekeeper", lambda: keeper)
-    for module in (carrier, passage):
+    library = memcpy_nodes.MemcpyLibrary(path, driver)
+    monkeypatch.setattr(batched_copy, "enqueuer", lambda: enqueuer)
+    monkeypatch.setattr(graph_io, "memcpy_library", lambda: library)
+    for module in (batched_copy, graph_io):
         monkeypatch.setattr(module, "current_stream_handle", lambda _: STREAM)
-    monkeypatch.setattr(carrier, "_on_device", lambda _: True)
+    monkeypatch.setattr(batched_copy, "_on_device", lambda _: True)
     return driver
 
 

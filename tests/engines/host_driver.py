@@ -5,7 +5,7 @@ import types
 
 import torch
 
-from millstream.device.cuda_graphs import gates
+from millstream.device.cuda_graphs import memcpy_nodes
 
 STREAM = 77
 CONTEXT, GRAPH = 55, 66
@@ -61,7 +61,7 @@ class HostDriver:
 
     def _capture(self, to, source, num_bytes, stream):
         assert stream == STREAM
-        copy = gates.GraphCopy(width=num_bytes, height=1, depth=1)
+        copy = memcpy_nodes.GraphCopy(width=num_bytes, height=1, depth=1)
         copy.start.device, copy.end.device = source, to
         self.nodes.append(types.SimpleNamespace(copy=copy, happens=True))
 
@@ -71,13 +71,13 @@ class HostDriver:
         SIZE.from_address(count).value = 1
 
     def _get(self, node, copy):
-        ctypes.memmove(copy, ctypes.addressof(self.nodes[node - 1].copy), ctypes.sizeof(gates.GraphCopy))
+        ctypes.memmove(copy, ctypes.addressof(self.nodes[node - 1].copy), ctypes.sizeof(memcpy_nodes.GraphCopy))
 
     def _set(self, graph, node, copy, context):
         assert (graph, context) == (GRAPH, CONTEXT)
-        told, held = gates.GraphCopy.from_address(copy), self.nodes[node - 1]
+        told, held = memcpy_nodes.GraphCopy.from_address(copy), self.nodes[node - 1]
         assert (told.width, told.height, told.depth) == (held.copy.width, 1, 1)
-        held.copy = gates.GraphCopy.from_buffer_copy(told)
+        held.copy = memcpy_nodes.GraphCopy.from_buffer_copy(told)
         self.num_set += 1
 
     def _enable(self, graph, node, happens):

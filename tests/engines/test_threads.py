@@ -19,8 +19,8 @@ from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, roofline
 from millstream.engine.arena import bind_arena
 from millstream.engine.cpu import threads_native
-from millstream.engine.cpu.team import intra_op_threads, team
 from millstream.engine.cpu.threads_native import compile_threads
+from millstream.engine.cpu.worker_pool import intra_op_threads, worker_pool
 from millstream.engine.planning import cpu_choice
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN
@@ -128,7 +128,7 @@ def threaded(program, num_streams=2, policy="list", packed=True, bound=True):
     plan = plan_graph(program.graph, costs, num_streams, policy, packed=packed)
     layout = plan.layout or assign_offsets(plan)
     check_plan(plan, layout)
-    return plan, compile_threads(program, plan, bind_arena(program, layout) if bound else {}, team(), 1)
+    return plan, compile_threads(program, plan, bind_arena(program, layout) if bound else {}, worker_pool(), 1)
 
 
 @torch.no_grad()
@@ -291,7 +291,7 @@ def test_several_callers_at_the_same_time():
     for caller in callers:
         caller.join(60)
     assert not errors
-    with team().busy:  # as from inside of a kernel: nobody waits for anybody
+    with worker_pool().busy:  # as from inside of a kernel: nobody waits for anybody
         assert torch.equal(cases[0][0](cases[0][1]), cases[0][2])
     assert engine.plan.num_streams == 2
 
@@ -364,10 +364,10 @@ def test_numbers_of_threads_are_those_of_one_thread():
 def test_a_forked_child_has_workers_of_its_own():
     program, inputs, expected = lowered(networks.Lstm().eval(), networks.example(networks.Lstm)[0])
     threaded(program.program)[1](list(inputs))
-    parents = team()
+    parents = worker_pool()
     child = os.fork()
     if child == 0:
-        right = team() is not parents and torch.equal(threaded(program.program)[1](list(inputs))[0], expected)
+        right = worker_pool() is not parents and torch.equal(threaded(program.program)[1](list(inputs))[0], expected)
         os._exit(0 if right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from millstream.capture.effects.recorder import open_structure, recorder_of_thread
-from millstream.capture.state.signature import put_together
+from millstream.capture.state.signature import tree_unflatten
 from millstream.errors import ArgumentError
 from millstream.locks import released
 from millstream.results import fetch
@@ -51,7 +51,7 @@ def callback(fn: Callable[..., object], *args: Any, sync: bool = True) -> None:
     leaves: list[Tensor] = []
     structure = open_structure(args, leaves, parameters=True)
     with released():  # in a step that runs as plain Python
-        call(*put_together(structure, [leaf.detach() for leaf in leaves]))
+        call(*tree_unflatten(structure, [leaf.detach() for leaf in leaves]))
 
 
 def _deliver(fn: Callable[..., object], *args: Any) -> None:

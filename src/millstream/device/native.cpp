@@ -13,8 +13,8 @@
 //   thread that is, or until the description is dropped and nobody has.
 // - Those three, `millstream_finish` and `millstream_enqueue` are called for every batch: they take Python's objects as its builtins do
 //   (`METH_FASTCALL`), addresses and numbers as integers. To go through ctypes takes ten times as long.
-// - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none; so do `millstream_open_gates` and
-//   `millstream_close_gates`, which let copies within a graph happen, or not, in the launches to come. After an error some may.
+// - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none; so do `millstream_open_nodes` and
+//   `millstream_close_nodes`, which let copies within a graph happen, or not, in the launches to come. After an error some may.
 
 #include <pthread.h>
 #include <signal.h>
@@ -311,7 +311,7 @@ struct GraphCopy {
 static_assert(sizeof(GraphCopy) == 200);
 
 // A copy in a CUDA graph, one end of which lies elsewhere in each launch.
-struct Gate {
+struct MemcpyNode {
   void* node;
   GraphCopy copy;
   bool leads_in;
@@ -319,22 +319,22 @@ struct Gate {
   uint64_t& outer() { return leads_in ? copy.from.device : copy.to.device; }
 };
 
-struct Gates {
+struct MemcpyNodes {
   int (*set)(void* graph, void* node, const GraphCopy* copy, void* context);  // of CUDA's driver interface
   int (*enable)(void* graph, void* node, unsigned is_enabled);                // likewise
   void* graph;
   void* context;
-  std::vector<Gate> gates;
+  std::vector<MemcpyNode> copies;
   std::optional<bool> open = true;  // none: some may be
 };
 
-int enable(Gates& gates, bool open) {
-  if (gates.open == open) return 0;
-  gates.open.reset();
-  for (Gate& gate : gates.gates) {
-    if (int error = gates.enable(gates.graph, gate.node, open)) return error;
+int enable(MemcpyNodes& nodes, bool open) {
+  if (nodes.open == open) return 0;
+  nodes.open.reset();
+  for (MemcpyNode& node : nodes.copies) {
+    if (int error = nodes.enable(nodes.graph, node.node, open)) return error;
   }
-  gates.open = open;
+  nodes.open = open;
   return 0;
 }
 
@@ -440,32 +440,32 @@ _object* millstream_call(_object*, _object* const* arguments, ptrdiff_t) {
   return PyLong_FromLong(function(argument));
 }
 
-Gates* millstream_make_gates(const void* set, const void* enable, void* graph, void* context) {
-  return new Gates{reinterpret_cast<decltype(Gates::set)>(set), reinterpret_cast<decltype(Gates::enable)>(enable), graph,
-                   context, {}};
+MemcpyNodes* millstream_make_nodes(const void* set, const void* enable, void* graph, void* context) {
+  return new MemcpyNodes{reinterpret_cast<decltype(MemcpyNodes::set)>(set), reinterpret_cast<decltype(MemcpyNodes::enable)>(enable), graph,
+                          context, {}};
 }
 
-void millstream_drop_gates(Gates* gates) { delete gates; }
+void millstream_drop_nodes(MemcpyNodes* nodes) { delete nodes; }
 
-void millstream_add_gate(Gates* gates, void* node, const GraphCopy* copy, int leads_in) {
-  gates->gates.push_back({node, *copy, leads_in != 0});
+void millstream_add_node(MemcpyNodes* nodes, void* node, const GraphCopy* copy, int leads_in) {
+  nodes->copies.push_back({node, *copy, leads_in != 0});
 }
 
 // Let the copies happen in the launches to come, to and from these addresses; gives the driver's first error.
-int millstream_open_gates(Gates* gates, const uint64_t* addresses) {
-  for (Gate& gate : gates->gates) {
+int millstream_open_nodes(MemcpyNodes* nodes, const uint64_t* addresses) {
+  for (MemcpyNode& node : nodes->copies) {
     uint64_t address = *addresses++;
-    if (gate.outer() == address) continue;
-    gate.outer() = address;
-    if (int error = gates->set(gates->graph, gate.node, &gate.copy, gates->context)) {
-      gate.outer() = 0;  // not to be trusted again
+    if (node.outer() == address) continue;
+    node.outer() = address;
+    if (int error = nodes->set(nodes->graph, node.node, &node.copy, nodes->context)) {
+      node.outer() = 0;  // not to be trusted again
       return error;
     }
   }
-  return enable(*gates, true);
+  return enable(*nodes, true);
 }
 
 // Let them not happen.
-int millstream_close_gates(Gates* gates) { return enable(*gates, false); }
+int millstream_close_nodes(MemcpyNodes* nodes) { return enable(*nodes, false); }
 
 }  // extern "C"

@@ -14,8 +14,8 @@ from millstream.cost import Costs, Roofline
 from millstream.device import context
 from millstream.device.native import why_not_build
 from millstream.engine.arena import Arena
-from millstream.engine.cpu.team import find_library
 from millstream.engine.cpu.threads import ThreadsEngine
+from millstream.engine.cpu.worker_pool import find_library
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.planning.choice import HAND_STREAMS, MOST_STREAMS, Scheduling

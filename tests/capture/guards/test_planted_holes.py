@@ -178,7 +178,7 @@ HOLES = {  # what is switched off, how, and a part of the names of the cells tha
     "submodules": (copying_no("submodules"), "module / submodules"),
     "dicts of objects": (without("millstream.capture.guards.guards._has_own_dict", lambda owner: False), "object / a number / __dict__"),
     "attributes of modules": (expecting_no(lambda at, value: "_parameters" in at.holder if isinstance(at.holder, dict) else False), "out_features"),
-    "shapes of arguments": (without("millstream.capture.state.signature.meta_of", lambda tensor: ((), tensor.dtype, tensor.device, (), False, False)), "dict / in / add"),
+    "shapes of arguments": (without("millstream.capture.state.signature.spec_of", lambda tensor: ((), tensor.dtype, tensor.device, (), False, False)), "dict / in / add"),
     "learning rates": (without("millstream.capture.step.graph.StepGraph.fill_slots", lambda self: None), "optimizer that steps / lr"),
     "groups of parameters": (without("millstream.capture.guards.derive._add_group", lambda *_: None), "weight_decay"),
     "names that are computed": (without("millstream.capture.state.executed.reach_of", lambda code: Reach.NONE), "computed name"),

@@ -57,7 +57,7 @@ def test_a_trainer_with_an_iterator_a_counter_and_its_last_batch():
     expected, _ = trained(capture=False)
     losses, step = trained(capture=True)
     assert losses == pytest.approx(expected, abs=1e-6)
-    assert len(step._graphs) == 1
+    assert len(step.graphs) == 1
 
 
 def test_an_iterator_is_refused_before_it_is_asked():
@@ -100,7 +100,7 @@ def test_what_a_module_carries_and_nobody_reads():
     for number in range(4):
         assert step(torch.full((2,), float(number))).item() == 2 * number
         model.stats["calls"] += 1
-    assert len(step._graphs) == 1
+    assert len(step.graphs) == 1
 
 
 def by_name(model):
@@ -530,7 +530,7 @@ def test_operators_of_the_users_lead_to_code_that_is_watched(monkeypatch):
     assert step(torch.ones(2)).tolist() == [1.5, 1.5]
     monkeypatch.setattr(sys.modules[__name__], "divisor", 4)  # which the graph's shapes depend on
     step(torch.ones(2))
-    assert len(step._graphs) == 2
+    assert len(step.graphs) == 2
 
 
 def test_without_a_watch_everything_found_counts(monkeypatch):

@@ -13,9 +13,9 @@ from torch import nn
 from millstream.capture.state.signature import (
     Leaf,
     Reference,
-    meta_of,
-    put_together,
-    take_apart,
+    spec_of,
+    tree_flatten,
+    tree_unflatten,
     walk,
     walk_arguments,
 )
@@ -64,10 +64,10 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_round_trip(value):
-    structure, leaves = take_apart(value)
-    again = put_together(structure, leaves)
+    structure, leaves = tree_flatten(value)
+    again = tree_unflatten(structure, leaves)
     assert type(again) is type(value)
-    same, other = take_apart(again)
+    same, other = tree_flatten(again)
     assert same == structure
     assert [id(leaf) for leaf in other] == [id(leaf) for leaf in leaves]
     hash(structure)
@@ -75,21 +75,21 @@ def test_round_trip(value):
 
 
 def test_a_tensor_that_occurs_twice_is_one_leaf():
-    structure, leaves = take_apart([T, {"a": T.clone(), "b": T}])
+    structure, leaves = tree_flatten([T, {"a": T.clone(), "b": T}])
     assert len(leaves) == 2
-    first, other = put_together(structure, [1, 2])
+    first, other = tree_unflatten(structure, [1, 2])
     assert (first, other) == (1, {"a": 2, "b": 1})
-    assert structure != take_apart([T, {"a": T, "b": T.clone()}])[0]
+    assert structure != tree_flatten([T, {"a": T, "b": T.clone()}])[0]
 
 
 def test_a_defaultdict_makes_what_it_made():
-    structure, leaves = take_apart(collections.defaultdict(list, a=T))
-    assert put_together(structure, leaves)["b"] == []
+    structure, leaves = tree_flatten(collections.defaultdict(list, a=T))
+    assert tree_unflatten(structure, leaves)["b"] == []
 
 
 def test_structures_differ_by_type_value_and_identity():
     def structure(value):
-        return take_apart(value)[0]
+        return tree_flatten(value)[0]
 
     assert structure(T) == Leaf(0)
     assert structure(1) != structure(1.0) != structure(True)
@@ -101,19 +101,19 @@ def test_structures_differ_by_type_value_and_identity():
 
 def test_parameters_are_references():
     weight = nn.Parameter(T.clone())
-    structure, leaves = take_apart([weight, T])
+    structure, leaves = tree_flatten([weight, T])
     assert leaves == [T]
     assert [part.target for _, part in walk(structure, "v") if isinstance(part, Reference)] == [weight]
 
 
 def test_dataclass_is_not_built_again():
     point = Point(T)
-    structure, leaves = take_apart(point)
-    assert put_together(structure, leaves).built == 1
+    structure, leaves = tree_flatten(point)
+    assert tree_unflatten(structure, leaves).built == 1
 
 
 def test_names():
-    structure, _ = take_apart(((T, {"a": [T, Pair(T, 1)]}), {"p": Point(T, 3)}))
+    structure, _ = tree_flatten(((T, {"a": [T, Pair(T, 1)]}), {"p": Point(T, 3)}))
     names = [name for name, part in walk_arguments(structure, ["x"])]
     assert names == ["x", "args[1]['a'][0]", "args[1]['a'][1].left", "args[1]['a'][1].right", "p.x", "p.y", "p.built"]
 
@@ -121,5 +121,5 @@ def test_names():
 def test_metas_tell_what_a_graph_depends_on():
     x = torch.ones(2, 3)
     others = [x.double(), x.t(), x[:1], x.clone().requires_grad_(), x.clone().requires_grad_() * 1, x.to_sparse()]
-    assert meta_of(x) == meta_of(torch.zeros(2, 3))
-    assert len({meta_of(x), *map(meta_of, others)}) == 7
+    assert spec_of(x) == spec_of(torch.zeros(2, 3))
+    assert len({spec_of(x), *map(spec_of, others)}) == 7

@@ -11,7 +11,7 @@ from torch import nn
 from millstream._torch.hooks import has_tensor_hooks
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, storage_id
 from millstream.capture.state.discover import discover
-from millstream.capture.state.lift import become_fake, find_mirrored, lift
+from millstream.capture.state.lift import become_fake, find_host_scalars, lift
 from millstream.capture.trace.patches.optimizers import CountsOnDevice
 
 
@@ -92,12 +92,12 @@ def test_single_numbers_on_the_host_are_mirrored_on_the_device():
     weight = nn.Parameter(torch.ones(2, device="meta"))
     state = lift(discover([("step", lambda: (weight, scale, table))]))
     names = [entry.name for entry in state]
-    assert find_mirrored(state) == {names.index("scale"): torch.device("meta")}
+    assert find_host_scalars(state) == {names.index("scale"): torch.device("meta")}
     mode = FakeTensorMode()
     with become_fake([scale], mode, {0: torch.device("meta")}):
         assert scale.device.type == "meta"
     assert scale.item() == 2.0
-    assert find_mirrored([entry for entry in state if entry.tensor is not weight]) == {}
+    assert find_host_scalars([entry for entry in state if entry.tensor is not weight]) == {}
 
 
 def test_counts_go_to_the_device_and_back():

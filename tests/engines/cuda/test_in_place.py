@@ -27,7 +27,7 @@ from millstream.engine.cuda.in_place import (
     PATIENCE,
     SAMPLES,
     Comparison,
-    Landings,
+    InPlaceCache,
 )
 from millstream.engine.cuda.replayer import Replayer, are_apart, bytes_in_place
 from millstream.engine.planning.choice import Scheduling
@@ -39,12 +39,12 @@ from tests import networks
 MIB = 1 << 20
 
 
-def call(landings, addresses):
+def call(in_place, addresses):
     """Make a call as ``Replayer`` does; a graph is named for its addresses."""
-    graph = landings.find(addresses)
-    if graph is None and landings.miss(addresses):
+    graph = in_place.find(addresses)
+    if graph is None and in_place.miss(addresses):
         graph = f"graph at {addresses}"
-        landings.keep(addresses, graph)
+        in_place.keep(addresses, graph)
     return graph
 
 
@@ -52,103 +52,103 @@ def slot(number):
     return (number << 20,)
 
 
-# --- landings --------------------------------------------------------------------------------------------------------
+# --- in_place --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, MOST_GRAPHS])
 def test_a_ring_gets_a_graph_per_slot_once_it_has_come_round_twice(depth):
-    landings = Landings({0: MIB})
-    graphs = [call(landings, slot(1 + turn % depth)) for turn in range(5 * depth)]
+    in_place = InPlaceCache({0: MIB})
+    graphs = [call(in_place, slot(1 + turn % depth)) for turn in range(5 * depth)]
     assert graphs[: LEAST_RETURNS * depth] == [None] * LEAST_RETURNS * depth
     assert graphs[LEAST_RETURNS * depth :] == [f"graph at {slot(1 + i)}" for i in range(depth)] * (5 - LEAST_RETURNS)
-    assert len(landings) == depth
+    assert len(in_place) == depth
 
 
 def test_addresses_that_never_come_back_get_no_graph():
-    landings = Landings({0: MIB})
-    assert all(call(landings, slot(number)) is None for number in range(1, 200))
-    assert len(landings) == 0
+    in_place = InPlaceCache({0: MIB})
+    assert all(call(in_place, slot(number)) is None for number in range(1, 200))
+    assert len(in_place) == 0
 
 
 def test_of_more_addresses_than_graphs_some_are_copied_for_good():
     """Were a graph taken from one that serves for one that would, each call would capture."""
-    landings = Landings({0: MIB})
+    in_place = InPlaceCache({0: MIB})
     depth = MOST_GRAPHS + 4
-    first = [call(landings, slot(1 + turn % depth)) for turn in range(10 * depth)]
+    first = [call(in_place, slot(1 + turn % depth)) for turn in range(10 * depth)]
     assert [graph is not None for graph in first[-depth:]] == [True] * MOST_GRAPHS + [False] * 4
 
 
 def test_another_ring_takes_the_place_of_one_that_serves_no_more():
-    landings = Landings({0: MIB})
+    in_place = InPlaceCache({0: MIB})
     for turn in range(10 * MOST_GRAPHS):
-        call(landings, slot(1 + turn % MOST_GRAPHS))
-    late = [call(landings, slot(100 + turn % 2)) for turn in range(3 * PATIENCE)]
+        call(in_place, slot(1 + turn % MOST_GRAPHS))
+    late = [call(in_place, slot(100 + turn % 2)) for turn in range(3 * PATIENCE)]
     assert late[-2:] == [f"graph at {slot(100)}", f"graph at {slot(101)}"]
-    assert len(landings) == MOST_GRAPHS
+    assert len(in_place) == MOST_GRAPHS
 
 
 def test_each_graph_that_had_to_go_makes_the_next_one_harder_to_get():
     """Rings that come and go: the captures become few against the calls."""
-    landings = Landings({0: MIB})
+    in_place = InPlaceCache({0: MIB})
     captures = []
     for generation in range(40):
         for turn in range(4 * PATIENCE):
             addresses = slot(1 + 10 * generation + turn % 2)
-            captures.append(landings.find(addresses) is None and landings.miss(addresses))
+            captures.append(in_place.find(addresses) is None and in_place.miss(addresses))
             if captures[-1]:
-                landings.keep(addresses, "graph")
+                in_place.keep(addresses, "graph")
     assert sum(captures[: len(captures) // 2]) > 1.2 * sum(captures[len(captures) // 2 :])
     assert sum(captures) < len(captures) / 50
 
 
 def test_unaligned_inputs_are_copied():
-    landings = Landings({0: MIB, 1: MIB})
-    assert all(call(landings, (MIB, MIB + 128)) is None for _ in range(20))
-    assert call(landings, (MIB, 2 * MIB)) is None
-    assert [call(landings, (MIB, 2 * MIB)) is None for _ in range(2)] == [True, False]
+    in_place = InPlaceCache({0: MIB, 1: MIB})
+    assert all(call(in_place, (MIB, MIB + 128)) is None for _ in range(20))
+    assert call(in_place, (MIB, 2 * MIB)) is None
+    assert [call(in_place, (MIB, 2 * MIB)) is None for _ in range(2)] == [True, False]
 
 
 def test_where_small_inputs_wander_the_large_ones_get_their_graphs():
-    landings = Landings({3: MIB, 5: LARGE_BYTES - 1, 7: LARGE_BYTES})
-    assert landings.positions == (3, 5, 7)
+    in_place = InPlaceCache({3: MIB, 5: LARGE_BYTES - 1, 7: LARGE_BYTES})
+    assert in_place.positions == (3, 5, 7)
     for turn in range(PATIENCE + 1):
-        call(landings, (MIB << turn % 2, 256 * turn, 8 * MIB))
-    assert landings.positions == (3, 7)
-    graphs = [call(landings, (MIB << turn % 2, 8 * MIB)) for turn in range(8)]
+        call(in_place, (MIB << turn % 2, 256 * turn, 8 * MIB))
+    assert in_place.positions == (3, 7)
+    graphs = [call(in_place, (MIB << turn % 2, 8 * MIB)) for turn in range(8)]
     assert all(graphs[-2:])
 
 
 @pytest.mark.parametrize("sizes", [{0: MIB, 1: LARGE_BYTES}, {0: LARGE_BYTES - 1, 1: 8}])
 def test_where_all_inputs_are_alike_in_size_all_are_watched(sizes):
-    landings = Landings(sizes)
+    in_place = InPlaceCache(sizes)
     for turn in range(3 * PATIENCE):
-        call(landings, (256 * turn, MIB))
-    assert landings.positions == (0, 1)
+        call(in_place, (256 * turn, MIB))
+    assert in_place.positions == (0, 1)
 
 
 def test_refused_addresses_are_not_asked_about_again():
-    landings = Landings({0: MIB})
+    in_place = InPlaceCache({0: MIB})
     asked = 0
     for _ in range(50):
-        if landings.find(slot(1)) is None and landings.miss(slot(1)):
+        if in_place.find(slot(1)) is None and in_place.miss(slot(1)):
             asked += 1
-            landings.refuse(slot(1))
+            in_place.refuse(slot(1))
     assert asked == 1
 
 
 @given(st.lists(st.integers(0, 20), max_size=400))
 def test_whatever_comes_a_graph_serves_its_own_addresses_only_and_there_are_few(numbers):
-    landings = Landings({0: MIB})
+    in_place = InPlaceCache({0: MIB})
     captures = 0
     for number in numbers:
-        before = landings.find(slot(number))
+        before = in_place.find(slot(number))
         graph = before
-        if before is None and landings.miss(slot(number)):
+        if before is None and in_place.miss(slot(number)):
             captures += 1
             graph = f"graph at {slot(number)}"
-            landings.keep(slot(number), graph)
+            in_place.keep(slot(number), graph)
         assert graph in (None, f"graph at {slot(number)}")
-        assert len(landings) <= MOST_GRAPHS
+        assert len(in_place) <= MOST_GRAPHS
     assert captures <= len(numbers) / (LEAST_RETURNS + 1)
 
 
@@ -274,7 +274,7 @@ def test_where_the_driver_refuses_a_captured_copy_there_is_a_graph_all_the_same(
         for i in range(4):
             assert torch.equal(compiled(torch.full((3,), float(i))), torch.full((3,), 2.0 * i))
     assert engine.captured
-    assert engine._captured._passage is None
+    assert engine._captured._graph_io is None
 
 
 def test_within_a_capture_of_the_callers_no_graph_is_launched(device, monkeypatch):
@@ -399,7 +399,7 @@ def test_what_is_written_is_never_read_in_place(device):
             networks.assert_close(compiled(x, y, count), expected)
             networks.assert_close((y, count), (expected_y, expected_count))
     program = engine.lowered.program
-    read = {program.inputs[position] for position in engine._replayer._landings.positions}
+    read = {program.inputs[position] for position in engine._replayer._in_place.positions}
     assert len(read) == 1
     assert not read & program.mutated
     assert engine.num_in_place == 2

@@ -23,9 +23,9 @@ from millstream.engine.planning.choice import (
     Scheduling,
     calibrate,
     choose,
+    from_json,
     note,
     propose,
-    recall,
 )
 from millstream.engine.planning.store import Store
 from millstream.errors import ArgumentError
@@ -242,7 +242,7 @@ def test_the_fastest_is_tried_in_all_ways_to_spread_kernels(even, packed, wins):
     assert best.plan == replace(proposals[1].plan, spread=wins)
     assert chosen_of(candidates).spread is wins
     noted = json.loads(json.dumps(note(best, candidates)))
-    assert recall(noted, TOWERS, costs_of(TOWERS), GENEROUS) == (best, candidates)
+    assert from_json(noted, TOWERS, costs_of(TOWERS), GENEROUS) == (best, candidates)
 
 
 @pytest.mark.parametrize(("factor", "streams"), [(1.2, 1), (1.0, 1), (1 - MARGIN, 1), (1 - 1.1 * MARGIN, 8)])
@@ -342,7 +342,7 @@ def test_notes_survive_json_and_the_one_plan_is_made_again(monkeypatch, factor):
     best, candidates = choose(towers(), Trial(lambda proposal: factor), 60)
     noted = json.loads(json.dumps(note(best, candidates)))
     monkeypatch.setattr(choice, "propose", None)
-    assert recall(noted, TOWERS, costs_of(TOWERS), GENEROUS) == (best, candidates)
+    assert from_json(noted, TOWERS, costs_of(TOWERS), GENEROUS) == (best, candidates)
 
 
 def test_notes_of_something_else_are_not_recalled():
@@ -360,8 +360,8 @@ def test_notes_of_something_else_are_not_recalled():
         {"recipe": best.recipe},
         {},
     ]
-    assert all(recall(each, TOWERS, costs_of(TOWERS), GENEROUS) is None for each in strange)
-    assert recall(noted, TOWERS, costs_of(TOWERS, 11_000), GENEROUS) is None
+    assert all(from_json(each, TOWERS, costs_of(TOWERS), GENEROUS) is None for each in strange)
+    assert from_json(noted, TOWERS, costs_of(TOWERS, 11_000), GENEROUS) is None
 
 
 def test_what_is_planned_is_the_same_in_another_process():

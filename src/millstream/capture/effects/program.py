@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from millstream.capture.effects.values import Expression, Leaf, Values
 from millstream.capture.state.location import Location
-from millstream.capture.state.signature import Structure, put_together
+from millstream.capture.state.signature import Structure, tree_unflatten
 from millstream.locks import ForkSafeLock, released
 
 
@@ -82,7 +82,7 @@ class Call:
         """Call it."""
         if self.is_wanted is not None and not self.is_wanted():
             return
-        args, kwargs = put_together(self.structure, [expression(values) for expression in self.expressions])
+        args, kwargs = tree_unflatten(self.structure, [expression(values) for expression in self.expressions])
         with released() if self.is_last else nullcontext():
             values.returned[self.number] = self.function(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from millstream.capture.effects.program import Call, Effect, Effects, Output, al
 from millstream.capture.effects.values import Expression, Item, Leaf, Returned, TextChanged, Whole, holds_token
 from millstream.capture.lines import here
 from millstream.capture.state import signature
-from millstream.capture.state.signature import Reference, Structure, Value, take_apart, walk
+from millstream.capture.state.signature import Reference, Structure, Value, tree_flatten, walk
 from millstream.capture.trace.scalars import HostScalar, Questions, as_scalar, is_known_later, is_scalar
 from millstream.errors import CaptureError
 
@@ -194,4 +194,4 @@ def open_structure(
             )
         return None
 
-    return take_apart(value, place_of=place_of)[0]
+    return tree_flatten(value, place_of=place_of)[0]

@@ -31,7 +31,7 @@ MAX_DEPTH = 3
 
 
 def make_guards(
-    request: Request, traced: Traced, gradients: Sequence[Tensor | None], homes: Iterable[Tensor]
+    request: Request, traced: Traced, gradients: Sequence[Tensor | None], grad_buffers: Iterable[Tensor]
 ) -> Guards:
     """Derive the conditions of a graph.
 
@@ -39,7 +39,7 @@ def make_guards(
         request: What was traced.
         traced: The trace.
         gradients: The gradients that the tensors of ``request.gradients`` must have.
-        homes: Gradients that are inputs of the graph.
+        grad_buffers: Gradients that are inputs of the graph.
     """
     guards = Guards()
     outputs = (*traced.outputs, *(write.output for write in traced.effects.writes))
@@ -65,10 +65,10 @@ def make_guards(
     watched = {id(tensor): tensor for tensor in tensors}
     for tensor in watched.values():
         guards.hooks.add(tensor)
-    guards.watched = [*watched.values(), *homes]
+    guards.watched = [*watched.values(), *grad_buffers]
     guards.gradients = [gradient_of.get(id(tensor)) for tensor in guards.watched]
-    mirrored = {id(request.state[index].tensor) for index in request.mirrored}
-    others = (entry.tensor for key, entry in used.items() if key not in watched and key not in mirrored)
+    host_scalars = {id(request.state[index].tensor) for index in request.host_scalars}
+    others = (entry.tensor for key, entry in used.items() if key not in watched and key not in host_scalars)
     guards.place([*guards.watched, *others])
     for _, module in request.found.modules:
         _add_tree(guards, module)

@@ -112,7 +112,7 @@ def device_of(tensors: Iterable[Tensor]) -> torch.device:
     return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
 
 
-def find_mirrored(state: Sequence[Lifted]) -> dict[int, torch.device]:
+def find_host_scalars(state: Sequence[Lifted]) -> dict[int, torch.device]:
     """Positions of single numbers on the host among state on a device, and the device.
 
     A kernel on the device would read such a tensor once, when the graph is captured. The graph reads a copy on the

@@ -22,7 +22,7 @@ from millstream._torch.modes import ambient
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
 """Types whose values are compared by value; all other objects are compared by identity."""
 
-TensorMeta: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], object, bool]
+TensorSpec: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], object, bool]
 """Shape, dtype, device, strides, whether a gradient is required (no, yes by a leaf, yes by a computed tensor), and
 whether it is a lazy view.
 """
@@ -115,7 +115,7 @@ def is_lazy_view(tensor: Tensor) -> bool:
     return tensor.is_neg() or tensor.is_conj()
 
 
-def meta_of(tensor: Tensor) -> TensorMeta:
+def spec_of(tensor: Tensor) -> TensorSpec:
     """Everything about ``tensor`` that a captured graph depends on, apart from its values."""
     gradient = tensor.requires_grad and ("leaf" if tensor.is_leaf else "computed")
     try:
@@ -126,7 +126,7 @@ def meta_of(tensor: Tensor) -> TensorMeta:
 
 def form_of(value: Any) -> Any:
     """What a graph depends on of a tensor that is passed to it."""
-    return type(value), meta_of(value) if isinstance(value, Tensor) else None
+    return type(value), spec_of(value) if isinstance(value, Tensor) else None
 
 
 def kind_of(value: Any) -> Any:
@@ -139,7 +139,7 @@ def whole_form_of(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return type(value), None
     gradient = value.grad if value.is_leaf else None
-    return type(value), meta_of(value), value.storage_offset(), None if gradient is None else meta_of(gradient)
+    return type(value), spec_of(value), value.storage_offset(), None if gradient is None else spec_of(gradient)
 
 
 def key_of_tensors(values: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -151,11 +151,11 @@ def key_of_tensors(values: Sequence[Any]) -> tuple[Any, ...] | None:
 
 def key_of(form: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """What calls have in common that one graph may fit: their form, the modes they run under, and their tensors'."""
-    metas = [*map(meta_of, tensors)]
+    metas = [*map(spec_of, tensors)]
     return (form, ambient(), *metas)
 
 
-def take_apart(
+def tree_flatten(
     value: Any, numbers: list[float] | None = None, place_of: Callable[[Any], Structure | None] | None = None
 ) -> tuple[Structure, list[Tensor]]:
     """Tell the tensors within ``value``, parameters apart, from what remains.
@@ -166,13 +166,13 @@ def take_apart(
         place_of: What stands for a part that is not to be taken apart as others are; ``None`` for all others.
 
     Returns:
-        The structure, and the tensors, depth first and each once. ``put_together`` reverses it.
+        The structure, and the tensors, depth first and each once. ``tree_unflatten`` reverses it.
     """
     leaves: dict[int, tuple[Leaf, Tensor]] = {}
-    return _take_apart(value, leaves, numbers, place_of), [tensor for _, tensor in leaves.values()]
+    return _tree_flatten(value, leaves, numbers, place_of), [tensor for _, tensor in leaves.values()]
 
 
-def _take_apart(
+def _tree_flatten(
     value: Any,
     leaves: dict[int, tuple[Leaf, Tensor]],
     numbers: list[float] | None,
@@ -195,13 +195,13 @@ def _take_apart(
             return _NUMBERS[kind]
         return Value(kind, value)
     if isinstance(value, tuple | list):
-        return Container(kind, (), tuple(_take_apart(item, leaves, numbers, place_of) for item in value))
+        return Container(kind, (), tuple(_tree_flatten(item, leaves, numbers, place_of) for item in value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
         items = (getattr(value, name) for name in names)
-        return Container(kind, names, tuple(_take_apart(item, leaves, numbers, place_of) for item in items))
+        return Container(kind, names, tuple(_tree_flatten(item, leaves, numbers, place_of) for item in items))
     if isinstance(value, dict):
-        children = tuple(_take_apart(item, leaves, numbers, place_of) for item in value.values())
+        children = tuple(_tree_flatten(item, leaves, numbers, place_of) for item in value.values())
         kinds = None if {*map(type, value)} <= {str} else _kinds_of(tuple(value))
         return Container(kind, tuple(value), children, getattr(value, "default_factory", None), kinds)
     return Reference(value)
@@ -230,7 +230,7 @@ def has_same(values: Sequence[Any]) -> bool:
     return len({*map(id, values)}) != len(values)
 
 
-def put_together(structure: Structure, leaves: Sequence[Any]) -> Any:
+def tree_unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
     """Build a value of ``structure`` with these in the places of its tensors."""
     if isinstance(structure, Leaf):
         return leaves[structure.index]
@@ -239,7 +239,7 @@ def put_together(structure: Structure, leaves: Sequence[Any]) -> Any:
     if isinstance(structure, Reference):
         return structure.target
     assert isinstance(structure, Container)
-    items = [put_together(child, leaves) for child in structure.children]
+    items = [tree_unflatten(child, leaves) for child in structure.children]
     kind = structure.type
     if issubclass(kind, tuple):
         return kind(*items) if hasattr(kind, "_fields") else kind(items)

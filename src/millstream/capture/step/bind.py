@@ -16,19 +16,15 @@ from millstream.capture.guards.recheck import listing_of
 from millstream.capture.state.code import stores_of
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import name_of, others_may_write
-from millstream.capture.state.lift import Lifted, device_of, find_mirrored, lift
+from millstream.capture.state.lift import Lifted, device_of, find_host_scalars, lift
 from millstream.capture.state.location import Location, TensorItem
 from millstream.capture.state.signature import (
     RESOLVE_REMEDY,
-    Leaf,
-    Number,
-    Reference,
-    Structure,
     is_lazy_view,
-    walk_arguments,
 )
-from millstream.capture.step.graph import STATE_NAMES, Memory, Slot, StepGraph, adopt, is_alike
-from millstream.capture.step.request import Gradient, NumberInput, Request, Traced, argument_input
+from millstream.capture.step.calls import Call
+from millstream.capture.step.graph import STATE_NAMES, Memory, Slot, StepGraph, is_alike, restore_gradients
+from millstream.capture.step.request import Gradient, NumberInput, Request, Traced
 from millstream.capture.step.sizes import SizeGuard
 from millstream.capture.trace.patches.optimizers import counts_of, numbers_of
 from millstream.capture.trace.scalars import is_number
@@ -36,43 +32,7 @@ from millstream.errors import CaptureError
 
 
 @dataclass
-class Call:
-    """One call of a step."""
-
-    key: Any  # what it has in common with the calls that the same graph may serve
-    structure: Structure  # structure of ``(args, kwargs)``, with places for the numbers in ``given``
-    arguments: list[Tensor]  # its tensors
-    given: Sequence[float]  # its numbers that were seen to change
-    args: tuple[Any, ...]  # positional arguments as given
-    kwargs: dict[str, Any]  # keyword arguments as given
-    parameters: Sequence[str]  # names of the function's parameters
-
-    @property
-    def signature(self) -> dict[str, str]:
-        """The tensors by name, for people."""
-        parts = walk_arguments(self.structure, self.parameters)
-        names = {part.index: name for name, part in reversed([*parts]) if isinstance(part, Leaf)}
-        return {
-            names[index]: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            for index, tensor in enumerate(self.arguments)
-        }
-
-    def numbers(self, device: torch.device) -> Iterator[NumberInput]:
-        """The numbers that were seen to change, for graphs on ``device``."""
-        parts = walk_arguments(self.structure, self.parameters)
-        names = [name for name, part in parts if isinstance(part, Number)]
-        for name, value in zip(names, self.given, strict=True):
-            yield argument_input(name, device, value)
-
-    def objects(self) -> Iterator[tuple[str, Any]]:
-        """Names and objects among the arguments that are neither tensors nor plain values."""
-        for name, part in walk_arguments(self.structure, self.parameters):
-            if isinstance(part, Reference):
-                yield name, part.target
-
-
-@dataclass
-class Workshop:
+class StepState:
     """What the graphs of one step share."""
 
     is_checked: bool = False  # whether they are compared with what would be captured later
@@ -83,7 +43,7 @@ class Workshop:
     # places that were seen to hold another tensor than before: graphs read what is there in each call
     changing: set[Location] = field(default_factory=set)
     # for a tensor, by id, itself and the gradient that graphs read and write
-    homes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    grad_buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # places of other numbers of the user's that the step was seen to change
     lifted: dict[Location, None] = field(default_factory=dict)
     read: dict[Location, None] = field(default_factory=dict)  # those that were seen to change between calls
@@ -151,7 +111,7 @@ class Workshop:
             ],
             numbers=numbers,
             changing={*self.changing} if like is None else like.changing,
-            mirrored=find_mirrored(state),
+            host_scalars=find_host_scalars(state),
             settled=self.settled,
         )
 
@@ -216,13 +176,13 @@ class Workshop:
         """
         static: list[Tensor] = []
         names: list[str] = []
-        mirrors: list[Slot] = []
+        device_scalars: list[Slot] = []
         for index in traced.state:
             entry = request.state[index]
             names.append(entry.name)
-            if index in request.mirrored:
-                mirrors.append(self._mirror(entry, request.mirrored[index]))
-                static.append(mirrors[-1].in_graph())
+            if index in request.host_scalars:
+                device_scalars.append(self._device_scalar(entry, request.host_scalars[index]))
+                static.append(device_scalars[-1].in_graph())
             else:
                 static.append(entry.tensor.detach())
         written_state = Memory(tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written)
@@ -235,14 +195,14 @@ class Workshop:
         # From here on nothing fails: only now may gradients be moved to where graphs have them.
         before = self._settle_gradients(request.gradients)
         after = [
-            (old if old is not None else self._home(gradient)) if is_left else None
+            (old if old is not None else self._grad_buffer(gradient)) if is_left else None
             for gradient, old, is_left in zip(request.gradients, before, traced.left, strict=True)
         ]
         for index in traced.gradients:
             gradient, old = request.gradients[index], before[index]
             names.append(f"{gradient.name}.grad")
-            static.append(old if old is not None else self._home(gradient))
-        homes = static[len(traced.state) :]
+            static.append(old if old is not None else self._grad_buffer(gradient))
+        grad_buffers = static[len(traced.state) :]
         slots = [self._slot(number) for number in request.numbers]
         for index in traced.numbers:
             names.append(_name_number(request.found, request.numbers[index]))
@@ -253,7 +213,7 @@ class Workshop:
             if is_written and isinstance(request.state[index].tensor, nn.Parameter)
         ]
         traced.gm.meta[STATE_NAMES] = tuple(names)
-        guards = make_guards(request, traced, before, homes)
+        guards = make_guards(request, traced, before, grad_buffers)
         if any(tensor.device.type in native.DEVICES for tensor in guards.watched):
             guards.quicken(parameters)
         return StepGraph(
@@ -271,7 +231,7 @@ class Workshop:
             changing=request.changing,
             listing=listing_of(request, traced) if self.is_checked else [],
             slots=slots,
-            mirrors=mirrors,
+            device_scalars=device_scalars,
             numbers=traced.values,
             hyperparameters=[
                 (index, f"{type(number.optimizer).__name__}.{number.location}")
@@ -299,31 +259,31 @@ class Workshop:
         graphs = [*graphs]
         self.slots = {slot.location: slot for graph in graphs for slot in graph.slots}
         used = {id(tensor) for graph in graphs for tensor in graph.guards.watched}
-        self.homes = {key: home for key, home in self.homes.items() if key in used}
+        self.grad_buffers = {key: buffer for key, buffer in self.grad_buffers.items() if key in used}
 
     def _settle_gradients(self, gradients: Sequence[Gradient]) -> list[Tensor | None]:
         """Bring the gradients that there are to where graphs have them, and return those places."""
-        owners = {id(home): tensor for tensor, home in self.homes.values()}
-        strays: list[tuple[Tensor, Tensor]] = []
+        owners = {id(buffer): tensor for tensor, buffer in self.grad_buffers.values()}
+        misplaced: list[tuple[Tensor, Tensor]] = []
         for gradient in gradients:
             tensor, before = gradient.parameter, gradient.before
             if before is None:
                 continue
-            known = self.homes.get(id(tensor))
+            known = self.grad_buffers.get(id(tensor))
             if known is None or not is_alike(before, known[1]):
                 is_anothers = owners.get(id(before), tensor) is not tensor
-                known = self.homes[id(tensor)] = (tensor, torch.empty_like(before) if is_anothers else before)
+                known = self.grad_buffers[id(tensor)] = (tensor, torch.empty_like(before) if is_anothers else before)
             if known[1] is not before:
-                strays.append(known)
-        adopt(strays)
+                misplaced.append(known)
+        restore_gradients(misplaced)
         return [gradient.parameter.grad for gradient in gradients]
 
-    def _home(self, gradient: Gradient) -> Tensor:
+    def _grad_buffer(self, gradient: Gradient) -> Tensor:
         """The place for a gradient where there is none yet."""
         tensor = gradient.parameter
-        known = self.homes.get(id(tensor))
+        known = self.grad_buffers.get(id(tensor))
         if known is None or known[1].shape != tensor.shape or known[1].dtype != tensor.dtype:
-            known = self.homes[id(tensor)] = (tensor, torch.zeros_like(tensor, requires_grad=False))
+            known = self.grad_buffers[id(tensor)] = (tensor, torch.zeros_like(tensor, requires_grad=False))
         return known[1]
 
     def _slot(self, number: NumberInput) -> Slot:
@@ -334,7 +294,7 @@ class Workshop:
             self.slots[location] = Slot(location, number.device, location.get())
         return self.slots[location]
 
-    def _mirror(self, entry: Lifted, device: torch.device) -> Slot:
+    def _device_scalar(self, entry: Lifted, device: torch.device) -> Slot:
         value = entry.tensor.item()
         location = Location(TensorItem(entry.tensor), "value", entry.name)
         return Slot(location, device, value, entry.tensor.detach().to(device))

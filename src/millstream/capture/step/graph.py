@@ -1,9 +1,10 @@
-"""One captured graph of a step: whether it fits a call, and how it runs."""
+"""Captured graphs of a step: whether one fits a call, how it runs, and which there are."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Protocol
@@ -16,13 +17,12 @@ from millstream.capture.effects.program import Effects, Output
 from millstream.capture.effects.values import Values
 from millstream.capture.guards.guards import Guards
 from millstream.capture.guards.recheck import Line
-from millstream.capture.lines import last_place, told
 from millstream.capture.state.location import Location
-from millstream.capture.state.signature import Leaf, Structure, are_same, is_other, put_together
-from millstream.capture.step.sizes import SizeGuard, numbers_of
+from millstream.capture.state.signature import Leaf, Structure, are_same, is_other, tree_unflatten
+from millstream.capture.step.failures import as_eager
+from millstream.capture.step.sizes import SizeGuard, form_without_sizes, numbers_of
 from millstream.capture.trace.scalars import Questions, is_number
-from millstream.device.likeness import Likeness
-from millstream.errors import CaptureError, FailingStepCaptureError
+from millstream.device.tensor_specs import TensorSpecs
 
 STATE_NAMES = "state_names"
 """Where a traced graph's ``meta`` has the names of the inputs that come before the arguments."""
@@ -87,7 +87,7 @@ class StepGraph:
     changing: Container[Location]  # places whose tensors were to be read in that way, if the graph reads any
     listing: list[Line]  # what it does, to compare with, if it is checked
     slots: list[Slot]  # numbers that each call may change; the tensors of those that it reads are among ``static``
-    mirrors: list[Slot]  # numbers in tensors on the host that it reads; among ``static``
+    device_scalars: list[Slot]  # numbers in tensors on the host that it reads; among ``static``
     numbers: list[Any]  # their values when last found to be fine
     hyperparameters: list[tuple[int, str]]  # which of ``slots`` are of optimizers, by name
     questions: Questions  # what the program asked about them
@@ -103,7 +103,7 @@ class StepGraph:
     sizes: SizeGuard | None = None  # for which sizes of arguments it holds, if those are not all part of ``key``
     capture_seconds: float = 0.0  # time to trace and build it and to run it once
     num_runs: int = 0  # how often it ran
-    looks: Likeness | None = None  # what tensors among its arguments look like, where compiled code may tell
+    specs: TensorSpecs | None = None  # what tensors among its arguments look like, where compiled code may tell
     kinds: tuple[type, ...] = ()  # of its arguments, where some of them are numbers that each call brings
     executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)  # what ``build`` made of it
     is_on_host: bool = field(init=False)  # whether kernels run one after another, within the call
@@ -124,8 +124,8 @@ class StepGraph:
         """
         if self.sizes is not None and not self.sizes.hold(arguments):
             return False
-        strays = self.guards.hold()
-        if strays is None or not self.written_state.is_apart_from(
+        misplaced = self.guards.hold()
+        if misplaced is None or not self.written_state.is_apart_from(
             self.complete(arguments), among_each_other=self.writes_arguments
         ):
             return False
@@ -143,7 +143,7 @@ class StepGraph:
         conditions = self.effects.conditions
         if conditions and any(ask() != answer for ask, answer in conditions):
             return False
-        if not adopt(strays):
+        if not restore_gradients(misplaced):
             return False
         self.fill_slots()
         return True
@@ -172,10 +172,10 @@ class StepGraph:
         for slot, number in zip(self.slots, self.numbers, strict=True):
             if number is not slot.value and is_other(number, slot.value):
                 slot.set(number)
-        for mirror in self.mirrors:
-            number = mirror.read()
-            if is_other(number, mirror.value):
-                mirror.set(number)
+        for scalar in self.device_scalars:
+            number = scalar.read()
+            if is_other(number, scalar.value):
+                scalar.set(number)
 
     def complete(self, arguments: list[Tensor]) -> list[Tensor]:
         """``arguments`` and what is read as if it were among them."""
@@ -208,7 +208,7 @@ class StepGraph:
         except IndexError as error:
             failed, results = error, []
         if failed is not None:  # a kernel knows neither the operator nor what that says
-            raise _as_eager(failed, self.gm, self.inputs(arguments))
+            raise as_eager(failed, self.gm, self.inputs(arguments))
         # Kernels write behind autograd's back; an older graph that still needs a parameter must notice.
         if self.guards.quick is None:
             torch.autograd.graph.increment_version(self.parameters)
@@ -237,7 +237,7 @@ class StepGraph:
             return arguments[output.index] if output.kind == "argument" else output.value
 
         self.effects.run(values, value_of)
-        return put_together(self.structure, [*map(value_of, self.outputs)])
+        return tree_unflatten(self.structure, [*map(value_of, self.outputs)])
 
     def release(self) -> None:
         """Let the executable give back its memory, if it knows how to."""
@@ -246,20 +246,86 @@ class StepGraph:
             release()
 
 
-def adopt(strays: Iterable[tuple[Tensor, Tensor | None]]) -> bool:
+class GraphCache:
+    """Graphs by the key of their calls, in the order in which they were used.
+
+    Attributes:
+        usual: The graph that ran last, if it is still there; its arguments are looked at before a key is made.
+    """
+
+    def __init__(self) -> None:
+        self.usual: StepGraph | None = None
+        self._graphs: OrderedDict[int, StepGraph] = OrderedDict()
+        self._by_key: dict[Any, list[StepGraph]] = {}
+        self._last: tuple[Any, list[StepGraph]] = (None, [])  # saves hashing the key of the usual call
+        self._has_symbols = False  # in any graph
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __iter__(self) -> Iterator[StepGraph]:
+        """The graphs there are, the one unused for longest first."""
+        return iter(list(self._graphs.values()))
+
+    @property
+    def last_used(self) -> StepGraph | None:
+        """The graph that was used or kept last."""
+        return next(reversed(self._graphs.values()), None)
+
+    def candidates(self, key: Any) -> list[StepGraph]:
+        """All that may serve calls with this key, of this size or of several."""
+        return [*self._by_key.get(key, ()), *self._by_key.get(form_without_sizes(key), ())]
+
+    def find(self, key: Any, arguments: list[Tensor], given: Sequence[float]) -> StepGraph | None:
+        """The graph that fits, ready to run."""
+        last_key, graphs = self._last
+        if key != last_key:
+            graphs = self._by_key.get(key, [])
+            self._last = (key, graphs)
+        if self._has_symbols:
+            graphs = [*graphs, *self._by_key.get(form_without_sizes(key), ())]
+        for graph in graphs:
+            if graph.fits(arguments, given):
+                self._graphs.move_to_end(id(graph))
+                self.usual = graph
+                return graph
+        return None
+
+    def keep(self, graph: StepGraph) -> None:
+        """Add a graph, which is tried before others with its key."""
+        self.usual = None
+        if graph.sizes is not None:
+            self._has_symbols = True
+            graph.key = form_without_sizes(graph.key)
+        self._graphs[id(graph)] = graph
+        self._by_key.setdefault(graph.key, []).insert(0, graph)
+        self._last = (None, [])
+
+    def drop(self, graph: StepGraph) -> None:
+        """Remove a graph; it is not released."""
+        self.usual = None
+        del self._graphs[id(graph)]
+        graphs = self._by_key[graph.key]
+        graphs.remove(graph)
+        if not graphs:
+            del self._by_key[graph.key]
+        self._last = (None, [])
+
+
+def restore_gradients(misplaced: Iterable[tuple[Tensor, Tensor | None]]) -> bool:
     """Move gradients, left by eager code, to where graphs expect them; ``False``, and none moved, if one cannot be."""
     moves: list[tuple[Tensor, Tensor, Tensor]] = []
-    for tensor, home in strays:
+    for tensor, buffer in misplaced:
         gradient = tensor.grad
-        if gradient is None or home is None or not is_alike(gradient, home):
+        if gradient is None or buffer is None or not is_alike(gradient, buffer):
             return False
-        moves.append((tensor, gradient.detach(), home))
-    # One may lie in the home of another, which would be overwritten first.
-    homes = {storage_id(home) for _, _, home in moves}
-    values = [value.clone() if storage_id(value) in homes else value for _, value, _ in moves]
-    for (tensor, _, home), value in zip(moves, values, strict=True):
-        home.copy_(value)
-        tensor.grad = home
+        moves.append((tensor, gradient.detach(), buffer))
+    # One may lie in the buffer of another, which would be overwritten first.
+    buffers = {storage_id(buffer) for _, _, buffer in moves}
+    values = [value.clone() if storage_id(value) in buffers else value for _, value, _ in moves]
+    for (tensor, _, buffer), value in zip(moves, values, strict=True):
+        buffer.copy_(value)
+        tensor.grad = buffer
     return True
 
 
@@ -292,56 +358,3 @@ class Memory:
             return True
         storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
         return len({*storages} - {0}) == len(storages) - storages.count(0)
-
-
-class _Eager(fx.Interpreter):
-    """Runs a graph operator by operator, and keeps the user's line of one that fails."""
-
-    where = ""
-
-    def run_node(self, n: fx.Node) -> Any:
-        try:
-            return super().run_node(n)
-        except Exception:
-            self.where = last_place(n.meta.get("stack_trace", ""))
-            raise
-
-
-_OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
-
-
-def find_failure(gm: fx.GraphModule, inputs: list[Tensor]) -> CaptureError | None:
-    """What is wrong with a step whose graph fails, if it is the step: its operators fail as they are, too."""
-    error, where = _fail_eagerly(gm, inputs)
-    if error is None:
-        return None
-    own = FailingStepCaptureError(f"The step fails: {told(error)}", where=where, remedy="So it does without ms.step.")
-    own.__cause__ = error
-    return own
-
-
-def _as_eager(error: IndexError, gm: fx.GraphModule, inputs: list[Tensor]) -> Exception:
-    """What the operator raises for which a kernel raises ``error``; nothing is written meanwhile."""
-    with torch.random.fork_rng(devices=()):
-        own, _ = _fail_eagerly(gm, [tensor.clone() for tensor in inputs])
-    if not isinstance(own, (IndexError, RuntimeError)):
-        return error
-    for note in getattr(error, "__notes__", ()):
-        own.add_note(note)
-    return own
-
-
-def _fail_eagerly(gm: fx.GraphModule, inputs: list[Tensor]) -> tuple[Exception | None, str]:
-    """What the first operator raises that fails as it is, and the user's line."""
-    if gm.meta.get("exchanges"):  # other processes would have to take part
-        return None, ""
-    eager = _Eager(gm)
-    eager.extra_traceback = False  # no more text in errors
-    try:
-        with torch.no_grad():
-            eager.run(*inputs)
-    except _OF_THE_DEVICE:  # full, or dead since the graph failed, which says nothing of the step
-        return None, ""
-    except Exception as error:  # noqa: BLE001  it is to be told
-        return error, eager.where
-    return None, ""

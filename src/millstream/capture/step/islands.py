@@ -31,8 +31,8 @@ from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number
 from millstream.capture.effects.recorder import recorder_of_thread
 from millstream.capture.lines import here, raise_refusal
-from millstream.capture.state.signature import SCALARS, Reference, put_together, take_apart
-from millstream.capture.step.bind import Call
+from millstream.capture.state.signature import SCALARS, Reference, tree_flatten, tree_unflatten
+from millstream.capture.step.calls import Call
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.split import UNBOUND, Part, split_function
 from millstream.capture.step.step import Fallback, P, R, Step
@@ -186,9 +186,9 @@ class IslandStep(Step[P, R]):
             return self._run(args, kwargs)  # type: ignore[no-any-return]
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self._shared is not None and self._hopeless is None:
+        if self._shared is not None and self._disabled is None:
             self._refuse(self._shared)
-        if self._hopeless is not None:
+        if self._disabled is not None:
             return self._result_of(self.function(*args, **kwargs))
         if not self._is_watched:
             return self._run_watched(args, kwargs)
@@ -232,7 +232,7 @@ class IslandStep(Step[P, R]):
         """From now on run as plain Python."""
         if self.strict:
             raise error
-        self._hopeless = error
+        self._disabled = error
         self.refusals.append(Fallback({}, error))
         warn_user(f"{self._name} runs as plain Python: {error}")
 
@@ -289,14 +289,14 @@ def _leave(*values: Any) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
     left, graded = [], []
     for value in values:
         is_open = recorder is not None or isinstance(value, Tensor)
-        structure, leaves = take_apart(value) if is_open else (Reference(value), [])
+        structure, leaves = tree_flatten(value) if is_open else (Reference(value), [])
         for leaf in leaves:
             if leaf.requires_grad and not leaf.is_leaf:
                 detached.setdefault(id(leaf), leaf.detach())
         if recorder is not None:
             recorder.passed.update(map(storage_id, leaves))
         graded.append(tuple(index for index, leaf in enumerate(leaves) if id(leaf) in detached))
-        left.append(put_together(structure, [detached.get(id(leaf), leaf) for leaf in leaves]))
+        left.append(tree_unflatten(structure, [detached.get(id(leaf), leaf) for leaf in leaves]))
     return tuple(left), tuple(graded)
 
 
@@ -330,19 +330,19 @@ _LASTING = (nn.Module, Optimizer, LRScheduler, ModuleType, BuiltinFunctionType, 
 
 def _with_guards(value: Any, graded: Sequence[int], guarded: dict[int, Tensor]) -> Any:
     """Let tensors that had a gradient in a graph require one, and raise where it would be lost."""
-    structure, leaves = take_apart(value)
+    structure, leaves = tree_flatten(value)
     for index in graded:
         leaf = leaves[index].detach().requires_grad_()
         hook_leaf(leaf, _on_lost)
         guarded[id(leaf)] = leaves[index] = leaf
-    return put_together(structure, leaves)
+    return tree_unflatten(structure, leaves)
 
 
 def _without_guards(result: Any, guarded: dict[int, Tensor]) -> Any:
-    structure, leaves = take_apart(result)
+    structure, leaves = tree_flatten(result)
     if not any(id(leaf) in guarded for leaf in leaves):
         return result
-    return put_together(structure, [leaf.detach() if id(leaf) in guarded else leaf for leaf in leaves])
+    return tree_unflatten(structure, [leaf.detach() if id(leaf) in guarded else leaf for leaf in leaves])
 
 
 def _on_lost(_: Tensor) -> NoReturn:

@@ -64,7 +64,7 @@ class Request:
     numbers: list[NumberInput]  # numbers to be read at run time; those among the arguments come last
     changing: Container[Location]  # places whose tensors are to be read as arguments are
     # positions in ``state`` of numbers on the host, and the device on which the graph reads them
-    mirrored: dict[int, torch.device]
+    host_scalars: dict[int, torch.device]
     settled: set[Any] = field(default_factory=set)  # changes of plain values that were seen before; see ``FirstChange``
     # places of numbers where an earlier trace of the same call has found plain ones in the end, see ``Disturbed``
     plain: set[Location] = field(default_factory=set)
@@ -121,7 +121,7 @@ class EagerFirst(NoGraph):
     """An eager call must come first, to create what only an eager call can create."""
 
 
-class ServesOnce(NoGraph):
+class OneShot(NoGraph):
     """The graph depends on the very value of a number that the step changes: it would not serve again."""
 
 

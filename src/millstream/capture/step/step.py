@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import time
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -27,26 +25,21 @@ from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.distributed.data_parallel import watch_wrapping
 from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import ambient
-from millstream._torch.tensors import place_of_implementation
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
-from millstream.capture.lines import told
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import (
-    Number,
-    Structure,
-    Value,
     has_same,
-    is_other,
     key_of,
     key_of_tensors,
-    put_together,
-    replace_numbers,
-    take_apart,
+    tree_flatten,
+    tree_unflatten,
 )
-from millstream.capture.step.bind import Call, Workshop
-from millstream.capture.step.graph import Build, StepGraph, find_failure
+from millstream.capture.step.bind import StepState
+from millstream.capture.step.calls import Call, Calls, specs_of, split_leaves
+from millstream.capture.step.first_run import build_and_run
+from millstream.capture.step.graph import Build, GraphCache, StepGraph
 from millstream.capture.step.request import (
     Disturbed,
     EagerFirst,
@@ -54,36 +47,30 @@ from millstream.capture.step.request import (
     FoundLate,
     NoGraph,
     NumbersChanged,
+    OneShot,
     Request,
-    ServesOnce,
     StateMissing,
     Traced,
 )
-from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols, form_without_sizes
+from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols
 from millstream.capture.step.split import lines_for_a_region
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
-from millstream.capture.trace.patches.randomness import RandomState
 from millstream.capture.trace.scalars import is_number
 from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import check_function, check_modes, check_supported
-from millstream.data_parallel.exchange import PROGRESS
 from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
 from millstream.data_parallel.session import Session
-from millstream.device.likeness import Likeness
 from millstream.errors import (
-    ArgumentError,
     CaptureError,
-    DataParallelError,
     FailingStepCaptureError,
-    MillstreamError,
     warn_user,
     why_disabled,
 )
 from millstream.locks import ForkSafeLock, releasable
 from millstream.lower import ask_early
 from millstream.progress import phase, showing
-from millstream.signals import signals_wait, undisturbed
+from millstream.signals import undisturbed
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
@@ -91,11 +78,8 @@ MAX_LATE = 32
 MAX_DISTURBED = 3
 """Traces of one call that may be in vain as another thread has written meanwhile to what the step uses."""
 
-MAX_UNSERVING = 4
+MAX_ONE_SHOT = 4
 """Graphs that would serve one call only: so many calls run eagerly, such as the first steps of a warm-up."""
-
-MOST_FORMS = 100
-"""Kinds of arguments whose numbers are remembered, to see which of them change."""
 
 MAX_FIRST = 8
 """Calls that may run eagerly because the step sets a flag or the like for the first time, maybe the only time."""
@@ -160,32 +144,26 @@ class Step(Generic[P, R]):
         self.data_parallel = data_parallel
         self.shard_optimizer = shard_optimizer
         self._replica: Reducer | None = None
-        self._hopeless = why_disabled()
-        self.refusals = [] if self._hopeless is None else [Fallback({}, self._hopeless)]
+        self._disabled = why_disabled()
+        self.refusals = [] if self._disabled is None else [Fallback({}, self._disabled)]
         self._name = getattr(function, "__name__", type(function).__name__)
-        self._parameters = _parameters_of(function)
         self._build = build
-        self._workshop = Workshop(is_checked=check > 0)
+        self._state = StepState(is_checked=check > 0)
         self._sizes = ChangingSizes(dynamic)
         self._lock = ForkSafeLock()
-        self._graphs: OrderedDict[int, StepGraph] = OrderedDict()
-        self._by_key: dict[Any, list[StepGraph]] = {}
-        self._last: tuple[Any, list[StepGraph]] = (None, [])  # saves hashing the key of the usual call
-        self._has_symbols = False  # in any graph
-        self._usual: StepGraph | None = None  # that ran last, and has looks; saves making the key
-        self._varying: dict[Structure, frozenset[int]] = {}  # which numbers among the arguments change
-        self._numbers_before: dict[Structure, list[float]] = {}
+        self._cache = GraphCache()
+        self._calls = Calls(function)
         self._refused: dict[Any, CaptureError] = {}
         self._stepped: dict[int, Optimizer] = {}
         self._has_run = False
-        self._num_unready = self._num_unserving = self._num_first = 0
+        self._num_unready = self._num_one_shot = self._num_first = 0
         self._num_fruitless = 0
         self._why = "Its arguments have another structure, shape or dtype every time."
 
     @property
     def graphs(self) -> list[StepGraph]:
         """The graphs there are, the one unused for longest first."""
-        return list(self._graphs.values())
+        return list(self._cache)
 
     @property
     def regions(self) -> Sequence[tuple[int, int]]:
@@ -222,31 +200,33 @@ class Step(Generic[P, R]):
         ) or torch.is_inference_mode_enabled():  # part of another capture; no training
             return self.function(*args, **kwargs)
         with self._lock.lock:  # a call reads numbers, runs and writes numbers before the next one does
-            usual = self._usual if not self.check else None
-            if usual is not None and usual.looks is not None and not kwargs:
+            usual = self._cache.usual if not self.check else None
+            if usual is not None and usual.specs is not None and not kwargs:
                 leaves, brought = (
-                    _apart(args) if usual.kinds and usual.kinds == tuple(map(type, args)) else ([*args], [])
+                    split_leaves(args) if usual.kinds and usual.kinds == tuple(map(type, args)) else ([*args], [])
                 )
-                if usual.looks.find(leaves) is not None and (len(leaves) == 1 or not has_same(leaves)):
+                if usual.specs.find(leaves) is not None and (len(leaves) == 1 or not has_same(leaves)):
                     _, modes, *_ = usual.key
                     if modes == ambient() and usual.fits(leaves, brought):
                         return self._run_whole(usual, leaves)
             arguments: list[Any] = [*args]
             given: Sequence[float] = ()
-            self._usual = None
+            self._cache.usual = None
             key = None if kwargs else key_of_tensors(arguments)
             if key is None:
                 numbers: list[float] = []
                 form: Any
-                form, arguments = take_apart((args, kwargs), numbers)
+                form, arguments = tree_flatten((args, kwargs), numbers)
                 if numbers:
-                    form, given = self._split_numbers(form, numbers)
+                    form, given = self._calls.split_numbers(form, numbers)
                 key = key_of(form, arguments)
-            if (graph := self._find(key, arguments, given)) is not None:
+            if (graph := self._cache.find(key, arguments, given)) is not None:
                 self._check_if_due(graph, args, kwargs)
                 return self._run_whole(graph, arguments)
-            call = self._make_call(args, kwargs)
-            graph = self._find(call.key, call.arguments, call.given)  # numbers may be given now that were in the key
+            call = self._calls.make(args, kwargs)
+            graph = self._cache.find(
+                call.key, call.arguments, call.given
+            )  # numbers may be given now that were in the key
             if graph is not None:
                 return self._run_whole(graph, call.arguments)
             with releasable(self._lock.lock):
@@ -259,47 +239,8 @@ class Step(Generic[P, R]):
         with releasable(self._lock.lock):
             return undisturbed(graph.run, arguments) if graph.is_on_host else graph.run(arguments)
 
-    def _find(self, key: Any, arguments: list[Tensor], given: Sequence[float]) -> StepGraph | None:
-        """The graph that fits, ready to run."""
-        last_key, graphs = self._last
-        if key != last_key:
-            graphs = self._by_key.get(key, [])
-            self._last = (key, graphs)
-        if self._has_symbols:
-            graphs = [*graphs, *self._by_key.get(form_without_sizes(key), ())]
-        for graph in graphs:
-            if graph.fits(arguments, given):
-                self._graphs.move_to_end(id(graph))
-                self._usual = graph
-                return graph
-        return None
-
-    def _split_numbers(self, form: Any, numbers: Sequence[float]) -> tuple[Any, list[float]]:
-        """Tell numbers among the arguments that are part of the form from those that each call brings."""
-        varying = self._varying.get(form, frozenset())
-        fixed = tuple(n or f"{n}" for i, n in enumerate(numbers) if i not in varying)  # zeros with their signs
-        return (form, fixed), [number for index, number in enumerate(numbers) if index in varying]
-
-    def _make_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Look at the arguments; numbers that are others than they were before are brought by each call from now on."""
-        numbers: list[float] = []
-        structure, arguments = take_apart((args, kwargs), numbers)
-        form: Any = structure
-        varying: Set[int] = frozenset()
-        given: Sequence[float] = ()
-        if numbers:
-            if len(self._numbers_before) > MOST_FORMS:
-                self._numbers_before.clear()
-            before = self._numbers_before.setdefault(structure, numbers)
-            changed = (index for index, number in enumerate(numbers) if is_other(number, before[index]))
-            varying = self._varying[structure] = self._varying.get(structure, frozenset()).union(changed)
-            form, given = self._split_numbers(structure, numbers)
-        parts = (Number(type(n)) if i in varying else Value(type(n), n) for i, n in enumerate(numbers))
-        key = (None if kwargs else key_of_tensors(args)) or key_of(form, arguments)
-        return Call(key, replace_numbers(structure, parts), arguments, given, args, kwargs, self._parameters)
-
     def _call_slowly(self, call: Call) -> Any:
-        if self._hopeless is not None or call.key in self._refused:
+        if self._disabled is not None or call.key in self._refused:
             return self._run_plainly(call)
         error: CaptureError | None = None
         done: Callable[[], Any] | None = None
@@ -320,10 +261,10 @@ class Step(Generic[P, R]):
                     "The step puts ever other values into Python objects.",
                     remedy="Keep what changes in numbers or tensors, or set it outside of the step.",
                 )
-        except ServesOnce as number:
-            self._num_unserving += 1
-            if self._num_unserving > MAX_UNSERVING:
-                error = _serves_once(number)
+        except OneShot as number:
+            self._num_one_shot += 1
+            if self._num_one_shot > MAX_ONE_SHOT:
+                error = _one_shot_refusal(number)
         except CaptureError as refusal:
             error = self._with_region(refusal)
         if done is not None:  # what the effects raise is the user's own
@@ -407,7 +348,7 @@ class Step(Generic[P, R]):
 
     def _look_back(self, call: Call, found: Found) -> None:
         """Learn from graphs that do not fit: drop dead ones, lift what changes, stop if it leads nowhere."""
-        for graph in (*self._by_key.get(call.key, ()), *self._by_key.get(form_without_sizes(call.key), ())):
+        for graph in self._cache.candidates(call.key):
             if graph.sizes is not None and not graph.sizes.hold(call.arguments):
                 continue
             change = graph.guards.broken()
@@ -417,15 +358,15 @@ class Step(Generic[P, R]):
             self._why = change.reason
             numbers = [*graph.guards.numbers()]
             changed = [location for location, is_changed in numbers if is_changed]
-            self._workshop.note_reads(found, changed, beside=[location for location, _ in numbers])
+            self._state.note_reads(found, changed, beside=[location for location, _ in numbers])
             if change.location is not None:
                 rates = (number for _, optimizer in found.optimizers for number in numbers_of(optimizer))
-                self._workshop.cycled |= {change.location} & {rate.location.entry for rate in rates}
+                self._state.cycled |= {change.location} & {rate.location.entry for rate in rates}
                 if change.is_tensor:
-                    self._workshop.changing.add(change.location)
+                    self._state.changing.add(change.location)
             if change.is_final:
                 self._drop(graph)
-        last = next(reversed(self._graphs.values()), None)
+        last = self._cache.last_used
         self._num_fruitless = self._num_fruitless + 1 if last is not None and last.num_runs < 3 else 0
         if self._is_fruitless():
             raise CaptureError(
@@ -444,8 +385,8 @@ class Step(Generic[P, R]):
                 remedy="Call it once: what its captured parts come to is kept on disk all the same.",
             )
         with self._lock.lock:
-            call = self._make_call(args, kwargs)
-            if self._find(call.key, call.arguments, call.given) is not None:
+            call = self._calls.make(args, kwargs)
+            if self._cache.find(call.key, call.arguments, call.given) is not None:
                 return
             found = _search(self._roots(call))
             optimizers = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
@@ -459,8 +400,8 @@ class Step(Generic[P, R]):
                     "The step has to run once before it can be captured, as it makes state that it needs.",
                     remedy="Call it once.",
                 ) from None
-            except ServesOnce as number:
-                raise _serves_once(number) from None
+            except OneShot as number:
+                raise _one_shot_refusal(number) from None
 
     def _capture(self, call: Call, *, is_trial: bool = False) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """Trace, build, run and keep a graph for ``call``; a failure, or a trial, leaves everything as it was.
@@ -475,7 +416,7 @@ class Step(Generic[P, R]):
                 try:
                     return self._capture_at_sizes(call, is_trial=is_trial)
                 except CaptureError:
-                    if not self._workshop.keep_reads():
+                    if not self._state.keep_reads():
                         raise
 
     def _capture_at_sizes(self, call: Call, *, is_trial: bool) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
@@ -509,15 +450,17 @@ class Step(Generic[P, R]):
                 ask_early(call.arguments)
                 phase("tracing")
                 graph = self._trace(call, found, counts, dimensions)
-            arguments, results = self._build_and_run(call, graph, is_trial=is_trial)
+            arguments, results = build_and_run(self._build, call, graph, is_trial=is_trial)
         except BaseException:
             counts.undo()
             raise
         counts.settle()
         if graph.guards.quick is not None and graph.sizes is None:
-            graph.looks = _looks_of(call)
+            graph.specs = specs_of(call)
             graph.kinds = tuple(map(type, call.args)) if call.given else ()
-        self._keep(graph)
+        self._cache.keep(graph)
+        while len(self._cache) > self.max_graphs:
+            self._drop(next(iter(self._cache)))
         return graph, arguments, results
 
     def _check_if_due(self, graph: StepGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -529,7 +472,7 @@ class Step(Generic[P, R]):
         if not self.check or graph.num_runs % self.check:
             return
         with tracing_alone():
-            call = self._make_call(args, kwargs)
+            call = self._calls.make(args, kwargs)
             dimensions = {} if graph.sizes is None else graph.sizes.dimensions
             try:
                 request, traced = self._record(call, discover(self._roots(call)), CountsOnDevice(), dimensions, graph)
@@ -549,7 +492,7 @@ class Step(Generic[P, R]):
             if not traced.sizes.is_changing:
                 raise SizesFixed
             check_symbols(request, traced)
-        return self._workshop.assemble(call, request, traced, time.perf_counter() - start)
+        return self._state.assemble(call, request, traced, time.perf_counter() - start)
 
     def _record(
         self,
@@ -566,7 +509,7 @@ class Step(Generic[P, R]):
         for _ in range(MAX_LATE):
             for _, optimizer in found.optimizers:
                 counts.move(optimizer)
-            request = self._workshop.make_request(self.function, call, roots, found, like)
+            request = self._state.make_request(self.function, call, roots, found, like)
             request.replica, request.dimensions, request.plain = self._replica, dimensions, plain
             request.disturbed = disturbed
             try:
@@ -576,7 +519,7 @@ class Step(Generic[P, R]):
                 where = late.where
                 found = _search(roots)
             except NumbersChanged as changed:
-                self._workshop.note_counts(found, changed.locations)
+                self._state.note_counts(found, changed.locations)
             except Disturbed as other:
                 num_disturbed += 1
                 disturbed.add(other.location)
@@ -588,97 +531,16 @@ class Step(Generic[P, R]):
                 found = _search(roots)
                 is_lifted = any(number.location == other.location for number in request.numbers)
                 if not is_lifted and other.location.key is not None and is_number(other.location.get()):
-                    self._workshop.note_reads(found, [other.location])
+                    self._state.note_reads(found, [other.location])
         raise CaptureError(
             "The step meets ever more that was made outside of it.",
             where=where,
             remedy="Make tensors arguments, or make them with PyTorch functions inside of the step.",
         )
 
-    def _build_and_run(self, call: Call, graph: StepGraph, *, is_trial: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Build the graph and run it for the first time; a failure, or a trial, leaves everything as it was.
-
-        Returns:
-            The complete arguments, and the graph's results.
-        """
-        start = time.perf_counter()
-        random_state = RandomState()
-        # On the host, so that a large model does not need its state twice on the device.
-        backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
-        arguments = graph.complete(call.arguments)
-        argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
-
-        gradients = [tensor.grad for tensor, _ in graph.left]
-
-        def restore() -> None:
-            for (tensor, _), gradient in zip(graph.left, gradients, strict=True):
-                tensor.grad = gradient
-            with torch.no_grad():
-                for tensor, backup in zip(graph.written, backups, strict=True):
-                    tensor.copy_(backup)
-                for tensor, backup in zip(arguments, argument_backups, strict=False):
-                    tensor.copy_(backup)
-            random_state.restore()
-
-        try:
-            with signals_wait(interrupts_wait=False):  # what a handler raises is no failure of the graph
-                results = self._run_first(call, graph, arguments, is_trial=is_trial)
-        except BaseException:
-            restore()
-            raise
-        if is_trial:
-            restore()
-        graph.capture_seconds = graph.trace_seconds + time.perf_counter() - start
-        return arguments, results
-
-    def _run_first(self, call: Call, graph: StepGraph, arguments: list[Tensor], *, is_trial: bool) -> list[Tensor]:
-        """Build the graph and run it."""
-        num_exchanges = PROGRESS.num_started
-        try:
-            graph.fill_slots()
-            with torch.no_grad():
-                graph.executable = self._build(graph.gm, graph.examples(arguments), frozenset(range(len(graph.static))))
-                graph.tell_hyperparameters()
-            if graph.sizes is not None:
-                graph.sizes.settle(call.arguments)
-            phase("first run")
-            results = graph.replay(arguments)
-            if is_trial:
-                graph.replay(arguments)  # in its second run a plan is chosen
-            return results
-        except Exception as error:
-            if PROGRESS.num_started > num_exchanges:  # which others have taken part in: no plain run may repeat them
-                raise
-            if isinstance(error, (ArgumentError, CaptureError, DataParallelError, NoSymbols)):
-                raise  # it is the user who is asked, or it says by itself what it is
-            if (own := find_failure(graph.gm, graph.inputs(arguments))) is not None:
-                raise own from own.__cause__
-            what = str(error).splitlines()[0] if isinstance(error, MillstreamError) else told(error)
-            raise CaptureError(
-                f"The captured step could not be built or run: {what}",
-                remedy="Please report it; the step works without ms.step.",
-            ) from error
-
-    def _keep(self, graph: StepGraph) -> None:
-        self._usual = None
-        if graph.sizes is not None:
-            self._has_symbols = True
-            graph.key = form_without_sizes(graph.key)
-        self._graphs[id(graph)] = graph
-        self._by_key.setdefault(graph.key, []).insert(0, graph)
-        self._last = (None, [])
-        while len(self._graphs) > self.max_graphs:
-            self._drop(next(iter(self._graphs.values())))
-
     def _drop(self, graph: StepGraph) -> None:
-        self._usual = None
-        del self._graphs[id(graph)]
-        graphs = self._by_key[graph.key]
-        graphs.remove(graph)
-        if not graphs:
-            del self._by_key[graph.key]
-        self._last = (None, [])
-        self._workshop.forget(self._graphs.values())
+        self._cache.drop(graph)
+        self._state.forget(self._cache)
         graph.release()
 
     def _fall_back(self, call: Call, error: CaptureError) -> Any:
@@ -696,10 +558,10 @@ class Step(Generic[P, R]):
         self._refused[call.key] = error
         self.refusals.append(Fallback(call.signature, error))
         if len(self.refusals) > 2 * self.max_graphs or self._is_fruitless():
-            self._hopeless = error
+            self._disabled = error
         if not is_known:
             warn_user(f"{self._name} runs as plain Python: {error}")
-        if not self._graphs:
+        if not len(self._cache):
             with contextlib.suppress(CaptureError):  # then there never was a graph
                 for optimizer in self._optimizers(call):
                     move_counts_to_host(optimizer)
@@ -727,48 +589,20 @@ def _trace_twice(request: Request) -> Traced:
     return traced
 
 
-def _serves_once(number: ServesOnce) -> CaptureError:
+def _one_shot_refusal(number: OneShot) -> CaptureError:
     return CaptureError(
         f"The step depends on the very value of {number}, which it changes.",
         remedy="Compute with it by operators and functions of math, such as math.sqrt, or use a tensor.",
     )
 
 
-def _apart(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Tensors among arguments, and numbers, where there is nothing else."""
-    return [each for each in args if type(each) is Tensor], [each for each in args if type(each) is not Tensor]
-
-
-def _looks_of(call: Call) -> Likeness | None:
-    """What tensors in calls like this look like; ``None`` where, with numbers that calls bring, others things count."""
-    tensors = [arg for arg in call.args if type(arg) is Tensor and not arg.requires_grad]
-    numbers = [arg for arg in call.args if type(arg) in (float, int)]
-    if (
-        call.kwargs
-        or len(tensors) != len(call.arguments)
-        or len(numbers) != len(call.given)
-        or len(tensors) + len(numbers) != len(call.args)
-    ):
-        return None
-    with contextlib.suppress(ValueError):
-        return Likeness(tensors, place_of_implementation())
-    return None
-
-
-def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # built in
-        return ()
-
-
 def _detached(result: Any) -> Any:
     """A result as a graph would give it: without gradients, and sharing no memory with what the step keeps."""
-    structure, leaves = take_apart(result)
+    structure, leaves = tree_flatten(result)
     if all(leaf.is_leaf and not leaf._is_view() for leaf in leaves):
         return result
 
     def plain(leaf: Tensor) -> Tensor:
         return leaf.detach().clone() if leaf._is_view() else leaf if leaf.is_leaf else leaf.detach()
 
-    return put_together(structure, [*map(plain, leaves)])
+    return tree_unflatten(structure, [*map(plain, leaves)])

@@ -17,7 +17,7 @@ from millstream.capture.state.executed import Ran, name_of, others_may_write
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import SCALARS
 from millstream.capture.state.snapshot import Change, Kind, Snapshot, is_type_of_tracing
-from millstream.capture.step.request import Disturbed, FirstChange, NumbersChanged, Request, ServesOnce, StateMissing
+from millstream.capture.step.request import Disturbed, FirstChange, NumbersChanged, OneShot, Request, StateMissing
 from millstream.capture.trace.modes import fits
 from millstream.capture.trace.patches.optimizers import is_schedulers
 from millstream.capture.trace.scalars import Questions, as_scalar, is_known_later, is_number, is_scalar
@@ -155,7 +155,7 @@ class Changes:
             elif after.is_known:
                 successors[change.before.of.index] = after.of
         if successors and not self.questions.allow_again(self.numbers, successors):
-            raise ServesOnce(str(self.request.numbers[min(successors)].location))
+            raise OneShot(str(self.request.numbers[min(successors)].location))
 
     def _check_writers(self, changes: list[Change]) -> None:
         """Trace again where another thread has written over what the step has written, or may have."""

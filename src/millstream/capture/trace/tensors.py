@@ -38,7 +38,7 @@ class Leaving:
         request: What is traced.
         recorder: What the step does besides; says how numbers in the result are made.
         report: Raises an error that counts also if the step catches it.
-        homes: An input for each gradient: the one there is, or memory for one that the step may leave.
+        grad_buffers: An input for each gradient: the one there is, or memory for one that the step may leave.
         moved: By identity, inputs whose ``.data`` was assigned, and what has the memory that they had.
         memory: Storages of the inputs.
         copies: What is to be copied at the end, target first.
@@ -50,7 +50,7 @@ class Leaving:
     request: Request
     recorder: Recorder
     report: Callable[[Exception], NoReturn]
-    homes: list[Tensor] = field(init=False)
+    grad_buffers: list[Tensor] = field(init=False)
     moved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     memory: set[int] = field(default_factory=set)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Leaving:
     effects: Effects = field(default_factory=Effects)
 
     def __post_init__(self) -> None:
-        self.homes = [
+        self.grad_buffers = [
             torch.empty_like(gradient.parameter, requires_grad=False) if gradient.before is None else gradient.before
             for gradient in self.request.gradients
         ]
@@ -101,12 +101,12 @@ class Leaving:
     def keep_gradients(self) -> None:
         gradients = [gradient.parameter.grad for gradient in self.request.gradients]
         self.left += [now is not None for now in gradients]
-        kept = [home for now, home in zip(gradients, self.homes, strict=True) if now is home]
+        kept = [buffer for now, buffer in zip(gradients, self.grad_buffers, strict=True) if now is buffer]
         taken = {storage_id(tensor) for tensor in (*kept, *(entry.tensor for entry in self.request.state))}
-        for gradient, now, home in zip(self.request.gradients, gradients, self.homes, strict=True):
-            if now is None or now is home:
+        for gradient, now, buffer in zip(self.request.gradients, gradients, self.grad_buffers, strict=True):
+            if now is None or now is buffer:
                 continue
-            if not fits(now, home):
+            if not fits(now, buffer):
                 raise CaptureError(
                     f"The gradient of {gradient.name} has another shape, dtype or layout than it had.",
                     remedy="Keep gradients dense and in the parameter's dtype.",
@@ -117,7 +117,7 @@ class Leaving:
                     remedy="Give it memory of its own, with clone().",
                 )
             taken.add(storage_id(now))
-            self.copies.append((home, now))
+            self.copies.append((buffer, now))
 
     def take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
         parts: list[Any] = []
@@ -194,11 +194,11 @@ class Leaving:
             if tensor in replaced:
                 if entry.required_grad:
                     raise needs_gradient(entry.name)
-                if index in self.request.mirrored:
+                if index in self.request.host_scalars:
                     raise writes_host(entry)
             elif (
                 entry.required_grad
-                or index in self.request.mirrored
+                or index in self.request.host_scalars
                 or location is None
                 or location not in self.request.changing
             ):
@@ -212,7 +212,7 @@ class Leaving:
 
     def _inputs(self) -> Iterator[Tensor]:
         yield from (entry.tensor for entry in self.request.state)
-        yield from self.homes
+        yield from self.grad_buffers
         yield from self.request.arguments
 
 

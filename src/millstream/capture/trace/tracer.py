@@ -60,7 +60,14 @@ from millstream.capture.state.impure import STARTED
 from millstream.capture.state.lift import TRACING, become_fake, check_apart, device_of, lift
 from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location
-from millstream.capture.state.signature import SCALARS, Reference, Structure, put_together, replace_numbers, take_apart
+from millstream.capture.state.signature import (
+    SCALARS,
+    Reference,
+    Structure,
+    replace_numbers,
+    tree_flatten,
+    tree_unflatten,
+)
 from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
 from millstream.capture.step.request import FoundLate, NoGraph, NumbersChanged, Request, StateMissing, Traced
 from millstream.capture.trace.changes import Changes
@@ -174,7 +181,7 @@ class _Tracer:
                 no_compiled_modules(),
                 plain_recurrence(),
                 failures_unlogged(),
-                become_fake([*state, *before, *request.arguments], self.mode, request.mirrored, fakes) as self.kind,
+                become_fake([*state, *before, *request.arguments], self.mode, request.host_scalars, fakes) as self.kind,
                 self.mode,
                 self._numbers_replaced() as numbers,
                 math_takes_scalars(),
@@ -192,7 +199,7 @@ class _Tracer:
                     self._optimizers_watched(),
                     self.caches if cached else contextlib.nullcontext(),
                 ):
-                    inputs = [*state, *self.leaving.homes, *numbers, *request.arguments]
+                    inputs = [*state, *self.leaving.grad_buffers, *numbers, *request.arguments]
                     self.questions.before = self._before
                     try:
                         gm = self._record(inputs)
@@ -235,7 +242,7 @@ class _Tracer:
         def run_step() -> Any:
             numbers = (number.location.get() for number in self.request.numbers if number.is_argument)
             structure = replace_numbers(self.request.structure, map(Reference, numbers))
-            given = put_together(structure, self.request.arguments)
+            given = tree_unflatten(structure, self.request.arguments)
             args, kwargs = given
             self.recorder.given = frozenset(_containers(given))
             cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
@@ -401,7 +408,7 @@ class _Tracer:
 
     def _check_arguments(self, given: Any, before: Structure) -> None:
         """Refuse changes of containers among the arguments: the function was given copies of them."""
-        structure, leaves = take_apart(given)
+        structure, leaves = tree_flatten(given)
         if structure != before or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
             raise CaptureError(
                 "The step changes a container among its arguments, which a graph would not do again.",
@@ -581,7 +588,7 @@ class _Tracer:
         subtract_powers_exactly(gm)
         move_constants(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
-        parts = (self.request.state, leaving.homes, self.request.numbers, self.request.arguments)
+        parts = (self.request.state, leaving.grad_buffers, self.request.numbers, self.request.arguments)
         sizes = [len(part) for part in parts]
         starts = [sum(sizes[:part]) for part in range(4)]
         replaced = [placeholders[index] for index in leaving.replaced]
@@ -592,7 +599,7 @@ class _Tracer:
         check_apart([(entry.name, entry.tensor) for entry, node in state if node in targets])
         let_views_copy(gm, written)
         is_written = [storage_id(node.meta["val"]) in written for node in placeholders]
-        for index in self.request.mirrored:
+        for index in self.request.host_scalars:
             if is_written[index]:
                 raise writes_host(self.request.state[index])
         for node in placeholders[: starts[2]]:

@@ -37,10 +37,10 @@ from millstream.data.transfer.staging import (
     are_bytes,
     out_of_inference_mode,
 )
-from millstream.device import DeviceContext, Event, Stream, StreamMarker, likeness
+from millstream.device import DeviceContext, Event, Stream, StreamMarker, tensor_specs
 from millstream.device.drivers.base import Copies
-from millstream.device.likeness import Likeness
 from millstream.device.native import filler
+from millstream.device.tensor_specs import TensorSpecs
 from millstream.tree import Unflatten, as_tensors, tree_flatten
 
 MOST_KEPT_BYTES = 256 << 20
@@ -99,7 +99,7 @@ class DeviceTransfer(Transfer):
         self._stopped = threading.Event()
         self._layout = plan_layout(())  # of the batch prepared last; the worker's
         self._chunks = self._whole = cut(self._layout, CHUNK_BYTES)  # the same in chunks, and in one
-        self._likeness: Likeness | None = None  # to that batch, if all of its leaves are copied as they are
+        self._specs: TensorSpecs | None = None  # to that batch, if all of its leaves are copied as they are
         self._staged: Sequence[int] = ()  # of its leaves
         self._open()
 
@@ -148,11 +148,11 @@ class DeviceTransfer(Transfer):
         # Of a list, all is looked at by compiled code: what else than tensors may be in it, looks like none of them.
         leaves, unflatten = ([*batch], kind) if kind is list or kind is tuple else tree_flatten(batch)
         pending = DeviceBatch(unflatten, leaves)
-        if self._likeness is not None:
-            pending.addresses = self._likeness.find(leaves)
+        if self._specs is not None:
+            pending.addresses = self._specs.find(leaves)
             if pending.addresses is None and unflatten is kind:  # there may be other containers in it
                 pending.leaves, pending.unflatten = tree_flatten(batch)
-                pending.addresses = self._likeness.find(pending.leaves)
+                pending.addresses = self._specs.find(pending.leaves)
         if pending.addresses is None:
             return self._describe(batch)
         pending.layout, pending.chunks, pending.others = self._layout, self._chunks, {}  # nearly always
@@ -178,10 +178,10 @@ class DeviceTransfer(Transfer):
             self._layout = plan_layout(specs)
             self._chunks, self._whole = cut(self._layout, CHUNK_BYTES), cut(self._layout, sys.maxsize)
         layout, as_bytes = self._layout, are_bytes(self._layout, host)
-        self._likeness, self._staged = None, staged
+        self._specs, self._staged = None, staged
         if host and as_bytes and not (others or layout.shared):
             with suppress(ValueError):  # the compiled code does not know such tensors
-                self._likeness = Likeness(host, place_of_implementation())
+                self._specs = TensorSpecs(host, place_of_implementation())
         pending = DeviceBatch(unflatten, host)
         pending.layout, pending.num_bytes, pending.staged, pending.others = layout, layout.num_bytes, staged, others
         if as_bytes:
@@ -408,7 +408,7 @@ class DeviceTransfer(Transfer):
 def _compile() -> None:
     """Compile all that feeding takes, each beside the others: in the midst of a loop the device would wait for it."""
     with ThreadPoolExecutor() as compilers:
-        for found in [compilers.submit(each) for each in (filler, likeness.compiled, lending.compiled)]:
+        for found in [compilers.submit(each) for each in (filler, tensor_specs.compiled, lending.compiled)]:
             found.result()
 
 

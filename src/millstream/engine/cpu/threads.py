@@ -17,8 +17,8 @@ import torch
 
 from millstream.cost import Costs
 from millstream.engine.arena import Arena, bind_arena
-from millstream.engine.cpu.team import Team, intra_op_threads, team
 from millstream.engine.cpu.threads_native import Runner, compile_threads
+from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
 from millstream.engine.planning.choice import Scheduling
 from millstream.engine.planning.cpu_choice import MEASURED_CALLS, CpuPlanner
 from millstream.engine.serial import SerialEngine
@@ -62,7 +62,7 @@ class ThreadsEngine:
         self._planner = CpuPlanner(lowered, plan, scheduling, self._num_streams)
         self._calls = 0
         self._run: Runner | None = None
-        self._team: Team | None = None  # that the run was made for
+        self._pool: WorkerPool | None = None  # that the run was made for
 
     @property
     def is_settled(self) -> bool:
@@ -87,12 +87,12 @@ class ThreadsEngine:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._settled and self.plan.num_streams == 1:
             return self._run_serially(inputs)
-        workers = team()
+        workers = worker_pool()
         if not workers.busy.acquire(blocking=False):
             return self._run_serially(inputs)
         try:
-            if self._team is not workers:
-                self._run, self._team = None, workers
+            if self._pool is not workers:
+                self._run, self._pool = None, workers
             if not self._settled:
                 return self._find_plan(inputs)
             with intra_op_threads(self._num_threads):
@@ -139,7 +139,7 @@ class ThreadsEngine:
         return compile_plan(self.lowered.program, self.plan, bound, observe=self._planner.meter.observe)
 
     def _prepare(self, plan: Plan, num_threads: int) -> Runner:
-        assert self._team is not None, "the caller has the team"
+        assert self._pool is not None, "the caller has the pool"
         bound = bind_arena(self.lowered.program, plan.layout or assign_offsets(plan))
-        self._run = run = compile_threads(self.lowered.program, plan, bound, self._team, num_threads)
+        self._run = run = compile_threads(self.lowered.program, plan, bound, self._pool, num_threads)
         return run

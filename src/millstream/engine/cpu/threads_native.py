@@ -1,6 +1,6 @@
 """Plans on several threads: plan + program → compiled code that runs each stream on a thread of its own.
 
-On a CPU the streams of a plan are threads: the caller's, and the workers of ``team``. What would keep them from running
+On a CPU the streams of a plan are threads: the caller's, and the workers of the pool. What would keep them from running
 at the same time is the GIL: handing it over takes longer than a small kernel, and there are two at each. So they run
 without: ``threads.cpp`` walks through the steps of a stream, calls C++ kernels by address and library operators through
 PyTorch's dispatcher, and waits for other streams, awake for a while before it sleeps. What it cannot call, it gives
@@ -36,7 +36,7 @@ from millstream._torch.tensors import (
     realign,
     reinterpret,
 )
-from millstream.engine.cpu.team import Library, Team, library
+from millstream.engine.cpu.worker_pool import Library, WorkerPool, library
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Kernel, Launch, Plan, Record, Wait
 from millstream.lower.program import Call, Program, Value
@@ -45,7 +45,7 @@ Runner = Callable[[list[Any]], list[Any]]
 
 
 def compile_threads(
-    program: Program, plan: Plan, bound: Mapping[str, torch.Tensor], team: Team, num_threads: int
+    program: Program, plan: Plan, bound: Mapping[str, torch.Tensor], worker_pool: WorkerPool, num_threads: int
 ) -> Runner:
     """Compile a plan into a function that runs each stream on a thread of its own.
 
@@ -53,24 +53,24 @@ def compile_threads(
         program: What the kernels call, on the CPU.
         plan: In which order, and on which streams.
         bound: As for ``compile_plan``.
-        team: Lends the threads; the caller must have it.
+        worker_pool: Lends the threads; the caller must have it.
         num_threads: Intra-op threads for each of them.
 
     Raises:
         InternalError: There is no compiled code to run it.
     """
-    return _Threads(program, plan, {**program.constants, **bound}, team, num_threads)
+    return _Threads(program, plan, {**program.constants, **bound}, worker_pool, num_threads)
 
 
 class _Threads:
     """A compiled plan."""
 
     def __init__(
-        self, program: Program, plan: Plan, bound: dict[str, torch.Tensor], team: Team, num_threads: int
+        self, program: Program, plan: Plan, bound: dict[str, torch.Tensor], worker_pool: WorkerPool, num_threads: int
     ) -> None:
         self._library, self._program, self._num_threads = library(), program, num_threads
         self._outputs = program.outputs
-        self._workers = team.workers(plan.num_streams - 1)
+        self._workers = worker_pool.workers(plan.num_streams - 1)
         builder = _Builder(program, plan, bound, self._library)
         builder.add_steps()
         self._values = builder.values

@@ -23,8 +23,8 @@ from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.cuda_graphs.spread import spread_kernels
 from millstream.device.drivers.base import GraphPool
 from millstream.engine.arena import Arena, User, bind_arena, bind_buffers, lay_out, view_memory
-from millstream.engine.cuda.carrier import make_carrier
-from millstream.engine.cuda.passage import Passage, make_passage
+from millstream.engine.cuda.batched_copy import make_batched_copy
+from millstream.engine.cuda.graph_io import GraphIO, make_graph_io
 from millstream.engine.cuda.workspaces import take_workspaces
 from millstream.engine.source import compile_plan
 from millstream.graph import Plan, Role, Spread
@@ -125,13 +125,13 @@ class Captured:
         self._slots = [slot for _, slot in slots]
         self.streams = {current_stream_handle(context.place.index)}  # of which they are
         self._overlapping = any(0 in slot.stride() for slot in self._slots)
-        self._incoming = make_carrier(self._slots)
+        self._incoming = make_batched_copy(self._slots)
         self._mutated = tuple(p for p in self.slot_positions if program.inputs[p] in program.mutated)
         self.written = tuple(inputs[p] for p in static if program.inputs[p] in program.mutated)
         self.copy_in(inputs)
         self._memory = memory  # the graph reads slots for as long as it exists
-        passage = None if self._overlapping else make_passage(self._slots, [inputs[p] for p in self.slot_positions])
-        outputs = self._capture(list(memory), pool, passage)
+        graph_io = None if self._overlapping else make_graph_io(self._slots, [inputs[p] for p in self.slot_positions])
+        outputs = self._capture(list(memory), pool, graph_io)
         if self._phase is Phase.FORWARD:
             saved = [t for i, t in enumerate(outputs) if i not in lowered.visible and isinstance(t, torch.Tensor)]
             self.addresses = {tensor.data_ptr() for tensor in saved} | {a for a in self._addresses if a is not None}
@@ -177,22 +177,22 @@ class Captured:
         other._token = object()  # it leaves some slots as they are
         slots = [pair for pair in zip(self.slot_positions, self._slots, strict=True) if pair[0] not in positions]
         other.slot_positions, other._slots = tuple(position for position, _ in slots), [slot for _, slot in slots]
-        other._incoming = make_carrier(other._slots)
+        other._incoming = make_batched_copy(other._slots)
         memory = [inputs[i] if i in positions else item for i, item in enumerate(self._memory)]
         other._capture(memory, self.graph.pool(), None)
         return other
 
-    def _capture(self, memory: list[Any], pool: GraphPool | None, passage: Passage | None) -> list[Any]:
+    def _capture(self, memory: list[Any], pool: GraphPool | None, graph_io: GraphIO | None) -> list[Any]:
         """Capture the plan on these inputs; the list is emptied, and the outputs returned as the graph has them."""
         program, plan, context = self._program, self._plan, self._context
         is_spread = plan.spread is not Spread.PACKED
-        is_kept = passage is not None or is_spread  # until it is instantiated here
+        is_kept = graph_io is not None or is_spread  # until it is instantiated here
         take_workspaces(context, program, plan.num_streams)
         lacking_bytes = _lacking_bytes(context)
         self.graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
         with capture(context, self.graph, pool):
-            if passage is not None:
-                passage.lead_in()
+            if graph_io is not None:
+                graph_io.lead_in()
             if plan.num_streams > 2:
                 # CUDA starts branches that begin at nothing one by one, about 3 µs apart, but all that one kernel is
                 # followed by nearly at once (docs/decisions/0010).
@@ -208,17 +208,17 @@ class Captured:
                     context.events.release(event)
             self._handed_out = [i for i in range(len(outputs)) if i in self._copied and self._owns(i)]
             self._results = [outputs[i] for i in self._handed_out]
-            leads_out = passage is not None and passage.lead_out(self._results)
+            leads_out = graph_io is not None and graph_io.lead_out(self._results)
         if is_spread:
             spread_kernels(self.graph, context.torch_device, plan.spread, is_generated)
         if is_kept:
             with context.capture_lock:
                 self.graph.instantiate()
         self.object_bytes = max(_lacking_bytes(context) - lacking_bytes, 0)
-        if passage is not None:
-            passage.settle(self.graph)
-        self._outgoing = make_carrier(self._results)
-        self._passage = passage if leads_out and (self._outgoing or not self._results) else None
+        if graph_io is not None:
+            graph_io.settle(self.graph)
+        self._outgoing = make_batched_copy(self._results)
+        self._graph_io = graph_io if leads_out and (self._outgoing or not self._results) else None
         self._outputs = [self._recipe(i, output) for i, output in enumerate(outputs)]
         return outputs
 
@@ -236,22 +236,22 @@ class Captured:
         outputs = self.make_outputs(inputs)  # first of all: memory may be short, and nothing has changed yet
         if self._arena is not None:
             self._arena.latest = self._token
-        passage = self._passage
-        if passage is not None:
-            if passage.open([inputs[p] for p in self.slot_positions], [outputs[i] for i in self._handed_out]):
+        graph_io = self._graph_io
+        if graph_io is not None:
+            if graph_io.open([inputs[p] for p in self.slot_positions], [outputs[i] for i in self._handed_out]):
                 self.graph.replay()
                 self._copy_back(inputs)
                 return outputs
-            if passage.is_shut:
-                self._passage = None
+            if graph_io.is_shut:
+                self._graph_io = None
         self.copy_in(inputs)
         self.replay()
         return self.finish(inputs, outputs)
 
     def replay(self) -> None:
         """Launch the graph on the current stream, on what lies in its slots."""
-        if self._passage is not None:
-            self._passage.close()
+        if self._graph_io is not None:
+            self._graph_io.close()
         self.graph.replay()
 
     def serve(self, stream: torch.cuda.Stream) -> None:

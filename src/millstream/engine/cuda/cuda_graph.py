@@ -39,7 +39,7 @@ from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair
 from millstream.device.drivers.base import GraphPool
 from millstream.engine.arena import Arena
-from millstream.engine.cuda import passage
+from millstream.engine.cuda import graph_io
 from millstream.engine.cuda.captured import Captured, Family
 from millstream.engine.cuda.replayer import Replayer, bytes_in_place
 from millstream.engine.planning.background import Background
@@ -266,12 +266,12 @@ class CudaGraphEngine:
             if self._planner is not None and not self._settled and not self._tunes_later:
                 self._settle(self._planner, inputs)
             self._captures += 1
-            with_passage = passage.can_be_made()
+            with_graph_io = graph_io.can_be_made()
             try:
                 self._captured = self._try(self.plan, inputs, self._pool, self._arena)
             except (RuntimeError, torch.AcceleratorError) as error:
                 self._repair(error)
-                if with_passage and not passage.can_be_made():  # the driver has refused a copy: then around the graph
+                if with_graph_io and not graph_io.can_be_made():  # the driver has refused a copy: then around the graph
                     return self._capture(inputs)
                 if self.plan is not self._serial.plan:  # one stream may still do
                     self.plan = self._serial.plan

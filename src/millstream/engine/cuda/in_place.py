@@ -36,7 +36,7 @@ PATIENCE = 4 * MOST_GRAPHS  # calls in which every slot of a ring comes round se
 SAMPLES = 15  # timed calls of each kind: the median of so many tells half a percent
 
 
-class Landings(Generic[Graph]):
+class InPlaceCache(Generic[Graph]):
     """Graphs by the addresses where they read, and which addresses deserve the next one.
 
     Args:

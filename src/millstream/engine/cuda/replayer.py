@@ -23,7 +23,7 @@ import torch
 from millstream._torch.tensors import storage_view
 from millstream.device import DeviceContext, Event
 from millstream.engine.cuda import in_place
-from millstream.engine.cuda.in_place import LEAST_BYTES, SAMPLES, Addresses, Comparison, Landings
+from millstream.engine.cuda.in_place import LEAST_BYTES, SAMPLES, Addresses, Comparison, InPlaceCache
 from millstream.graph import Role
 from millstream.lower import Lowered, Phase
 
@@ -86,26 +86,26 @@ class Replayer:
         on_failure: Callable[[Exception], None],
     ) -> None:
         self._base, self._context, self._on_failure = base, context, on_failure
-        self._landings: Landings[Replay] | None = Landings(num_bytes)  # None once it is settled that calls copy
+        self._in_place: InPlaceCache[Replay] | None = InPlaceCache(num_bytes)  # None once it is settled that calls copy
         self._comparison = None if in_place.FORCED else Comparison()  # None once anything is settled
         self._timed: deque[Timed] = deque()
 
     @property
     def num_graphs(self) -> int:
         """How many graphs read in place."""
-        return 0 if self._landings is None else len(self._landings)
+        return 0 if self._in_place is None else len(self._in_place)
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run a call; the list is emptied."""
         if self._timed:
             self._read_times()
-        landings, comparison, base = self._landings, self._comparison, self._base
-        if landings is None:
+        in_place, comparison, base = self._in_place, self._comparison, self._base
+        if in_place is None:
             return base.run(inputs)
-        addresses = tuple([inputs[position].data_ptr() for position in landings.positions])
-        graph = landings.find(addresses)
-        if graph is None and landings.miss(addresses) and (comparison is None or comparison.promising):
-            graph = self._make(landings, addresses, inputs)
+        addresses = tuple([inputs[position].data_ptr() for position in in_place.positions])
+        graph = in_place.find(addresses)
+        if graph is None and in_place.miss(addresses) and (comparison is None or comparison.promising):
+            graph = self._make(in_place, addresses, inputs)
         if comparison is None:
             return (graph or base).run(inputs)
         if graph is not None:
@@ -114,20 +114,20 @@ class Replayer:
 
     def stop(self) -> None:
         """Let all calls copy from now on, and give back what that does not need."""
-        self._landings = None
+        self._in_place = None
         self._settle()
 
-    def _make(self, landings: Landings[Replay], addresses: Addresses, inputs: Sequence[Any]) -> Replay | None:
-        if not are_apart(inputs, landings.positions):
-            landings.refuse(addresses)
+    def _make(self, in_place: InPlaceCache[Replay], addresses: Addresses, inputs: Sequence[Any]) -> Replay | None:
+        if not are_apart(inputs, in_place.positions):
+            in_place.refuse(addresses)
             return None
         try:
-            graph = self._base.read_in_place(inputs, frozenset(landings.positions))
+            graph = self._base.read_in_place(inputs, frozenset(in_place.positions))
         except (RuntimeError, torch.AcceleratorError) as error:
             self.stop()
             self._on_failure(error)
             return None
-        landings.keep(addresses, graph)
+        in_place.keep(addresses, graph)
         return graph
 
     def _run_timed(self, replay: Replay, inputs: list[Any]) -> list[Any]:

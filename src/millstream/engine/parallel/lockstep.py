@@ -22,7 +22,7 @@ from millstream.data_parallel.board import NotTogetherError
 from millstream.device import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.engine.cuda.captured import Captured
-from millstream.engine.planning.choice import Found, Proposal, Recipe, Scheduling, plan_by, propose, recall
+from millstream.engine.planning.choice import Found, Proposal, Recipe, Scheduling, from_json, plan_by, propose
 from millstream.engine.planning.trial import Trials, Way, compare
 from millstream.graph import KernelGraph, KernelKind
 from millstream.lower.program import Program
@@ -124,7 +124,7 @@ def recall_together(
         DataParallelError: Some process is gone.
     """
     told = json.loads(agreement.board.share(json.dumps(noted or {}).encode(), WHAT))
-    found = together(agreement, lambda: recall(told, graph, costs, scheduling, exactly=False))
+    found = together(agreement, lambda: from_json(told, graph, costs, scheduling, exactly=False))
     return found if all(agreement.board.gather(found is not None, WHAT)) else None
 
 

@@ -343,7 +343,7 @@ def note(best: Proposal, candidates: Sequence[Candidate]) -> dict[str, object]:
     return {"recipe": best.recipe, "candidates": [asdict(candidate) for candidate in candidates]}
 
 
-def recall(
+def from_json(
     noted: Mapping[str, Any], graph: KernelGraph, costs: Costs, scheduling: Scheduling, *, exactly: bool = True
 ) -> Found | None:
     """Make the plan again that was chosen before, and no other.

@@ -21,8 +21,8 @@ import torch
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.engine.arena import bind_arena
-from millstream.engine.cpu.team import intra_op_threads
 from millstream.engine.cpu.threads_native import Runner
+from millstream.engine.cpu.worker_pool import intra_op_threads
 from millstream.engine.planning.choice import Proposal, Scheduling
 from millstream.engine.source import compile_plan
 from millstream.engine.unchanged import unchanged

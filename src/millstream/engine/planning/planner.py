@@ -19,9 +19,9 @@ from millstream.engine.planning.choice import (
     calibrate,
     choice_key,
     choose_stepwise,
+    from_json,
     note,
     propose,
-    recall,
 )
 from millstream.engine.planning.measure import CostMeter, to_measure
 from millstream.engine.planning.store import Store
@@ -105,7 +105,7 @@ class Planner:
         if serial_ns is None:
             return propose(graph, costs, Scheduling(1))[0], ()
         self.costs = calibrate(costs, serial_ns)
-        found = recall(noted, graph, self.costs, self._scheduling)
+        found = from_json(noted, graph, self.costs, self._scheduling)
         if found is not None:
             check_plan(found[0].plan)
         else:

@@ -6,16 +6,16 @@ import types
 import pytest
 import torch
 
-from millstream.device.cuda_graphs import gates
-from millstream.engine.cuda import passage
-from millstream.engine.cuda.passage import make_passage
+from millstream.device.cuda_graphs import memcpy_nodes
+from millstream.engine.cuda import graph_io
+from millstream.engine.cuda.graph_io import make_graph_io
 from tests.engines.host_driver import GRAPH, OTHER_FORMS, launch
 
 GRAPH_LIKE = types.SimpleNamespace(raw_cuda_graph_exec=lambda: GRAPH)
 
 
 def settled(slots, results, examples=None):
-    way = make_passage(slots, examples if examples is not None else [torch.empty_like(slot) for slot in slots])
+    way = make_graph_io(slots, examples if examples is not None else [torch.empty_like(slot) for slot in slots])
     way.lead_in()
     assert way.lead_out(results)
     way.settle(GRAPH_LIKE)
@@ -109,7 +109,7 @@ def test_where_the_driver_refuses_all_gates_are_closed_for_good(host_driver, ref
         return name == refused and allowed == -1
 
     host_driver.refuses = Refusing(refuse)
-    assert not way.open([torch.ones(3)], [torch.ones(2)])  # at its second gate
+    assert not way.open([torch.ones(3)], [torch.ones(2)])  # at its second node
     assert not any(node.happens for node in host_driver.nodes)
     assert way.is_shut
     num_set = host_driver.num_set
@@ -144,15 +144,15 @@ def test_gates_that_cannot_be_closed_are_an_error_and_no_wrong_copy(host_driver)
 
 @pytest.mark.parametrize("refused", ["capture", "tell_node", "get"])
 def test_a_capture_that_is_refused_is_an_error(host_driver, refused):
-    way = make_passage([torch.zeros(3)], [torch.zeros(3)])
+    way = make_graph_io([torch.zeros(3)], [torch.zeros(3)])
     host_driver.refuses = {refused}
     with pytest.raises(RuntimeError, match="refused to capture a copy"):
         way.lead_in()
-    assert make_passage([torch.zeros(3)], [torch.zeros(3)]) is None  # not tried again
+    assert make_graph_io([torch.zeros(3)], [torch.zeros(3)]) is None  # not tried again
 
 
 def test_without_a_context_there_are_no_gates(host_driver):
-    way = make_passage([torch.zeros(3)], [torch.zeros(3)])
+    way = make_graph_io([torch.zeros(3)], [torch.zeros(3)])
     way.lead_in()
     host_driver.refuses = {"tell_context"}
     with pytest.raises(RuntimeError, match="refused to tell of a context"):
@@ -162,15 +162,15 @@ def test_without_a_context_there_are_no_gates(host_driver):
 @pytest.mark.parametrize(
     ("slots", "results"),
     [
-        ([torch.zeros(passage.MOST_BYTES // 4 + 1)], []),
-        ([torch.zeros(3)], [torch.zeros(passage.MOST_BYTES // 4)]),
+        ([torch.zeros(graph_io.MOST_BYTES // 4 + 1)], []),
+        ([torch.zeros(3)], [torch.zeros(graph_io.MOST_BYTES // 4)]),
         ([torch.zeros(4, 4)[:, ::2]], []),
         ([torch.zeros(3)], [torch.zeros(4, 4)[:, ::2]]),
     ],
     ids=["large inputs", "large results", "inputs with gaps", "results with gaps"],
 )
 def test_what_is_large_or_no_stretch_is_copied_around_the_graph(host_driver, slots, results):
-    way = make_passage(slots, slots)
+    way = make_graph_io(slots, slots)
     if way is not None:
         way.lead_in()
         assert not way.lead_out(results)
@@ -178,18 +178,18 @@ def test_what_is_large_or_no_stretch_is_copied_around_the_graph(host_driver, slo
     assert not any(node.happens for node in host_driver.nodes)
 
 
-def test_without_the_driver_there_is_no_passage(monkeypatch):
-    monkeypatch.setattr(passage, "gatekeeper", lambda: None)
-    assert make_passage([torch.zeros(3)], [torch.zeros(3)]) is None
+def test_without_the_driver_there_is_no_graph_io(monkeypatch):
+    monkeypatch.setattr(graph_io, "memcpy_library", lambda: None)
+    assert make_graph_io([torch.zeros(3)], [torch.zeros(3)]) is None
 
 
 def test_a_driver_that_lacks_a_function_is_none(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace())
-    assert gates.gatekeeper.__wrapped__() is None
+    assert memcpy_nodes.memcpy_library.__wrapped__() is None
 
 
 def test_a_copy_is_laid_out_as_in_cuda_h():
-    assert ctypes.sizeof(gates.GraphCopy) == 200
-    copy = gates.GraphCopy
+    assert ctypes.sizeof(memcpy_nodes.GraphCopy) == 200
+    copy = memcpy_nodes.GraphCopy
     assert (copy.start.offset, copy.end.offset, copy.width.offset) == (0, 88, 176)
-    assert gates._End.device.offset == 48
+    assert memcpy_nodes._End.device.offset == 48

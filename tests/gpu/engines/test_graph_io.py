@@ -21,9 +21,9 @@ def batches(seed=0):
     return [[tensor.cuda() for tensor in networks.example(networks.Mlp)] for _ in range(COUNT)]
 
 
-def passage_of(compiled):
+def graph_io_of(compiled):
     (executable,) = executables(compiled)
-    return executable.engine._captured._passage
+    return executable.engine._captured._graph_io
 
 
 def make_step(model, optimizer):
@@ -41,8 +41,8 @@ def test_losses_and_state_are_those_of_copies_around_the_graph(streams, monkeypa
     step = ms.step(make_step(model, optimizer), strict=True, streams=streams)
     for batch in batches(1)[:4]:
         step(*batch)
-    passage = passage_of(step)
-    assert passage is not None
+    graph_io = graph_io_of(step)
+    assert graph_io is not None
     # Not of its state_dict, which has step counts of its own.
     state = [*model.parameters(), *(tensor for entry in optimizer.state.values() for tensor in entry.values())]
     start = [tensor.detach().clone() for tensor in state]
@@ -55,7 +55,7 @@ def test_losses_and_state_are_those_of_copies_around_the_graph(streams, monkeypa
         return [*losses, *(tensor.detach().clone() for tensor in state)]
 
     ours = train()
-    monkeypatch.setattr(passage, "open", lambda *_: False)
+    monkeypatch.setattr(graph_io, "open", lambda *_: False)
     others = train()
     assert len({loss.data_ptr() for loss in ours[:COUNT]}) == COUNT
     for one, other in zip(ours, others, strict=True):
@@ -67,7 +67,7 @@ def test_results_in_flight_go_each_to_its_own():
     with torch.no_grad():
         for _ in range(3):
             compiled(torch.ones(64, device="cuda"))
-        assert passage_of(compiled) is not None
+        assert graph_io_of(compiled) is not None
         inputs = [torch.full((64,), float(i), device="cuda") for i in range(200)]
         torch.cuda._sleep(50_000_000)
         results = [compiled(x) for x in inputs]
@@ -96,7 +96,7 @@ def test_inputs_of_every_kind_are_taken():
         x, y = torch.randn(2, 6, 8, device="cuda").unbind()
         for _ in range(3):
             compiled(x, y)
-        assert passage_of(compiled) is not None
+        assert graph_io_of(compiled) is not None
         again = x.clone().requires_grad_()
         assert torch.equal(compiled(again, y), x * 2 + y)
         assert torch.equal(compiled(x, x), x * 2 + x)
@@ -113,7 +113,7 @@ def test_on_another_device_than_the_current_one():
         for i in range(6):
             x = torch.full((64,), float(i), device="cuda:1")
             assert torch.equal(compiled(x), x * 2)
-        assert passage_of(compiled) is not None
+        assert graph_io_of(compiled) is not None
 
 
 SCRIPT = """

@@ -16,34 +16,34 @@ from torch import Tensor
 
 from millstream._torch.devices.streams import current_stream_handle
 from millstream._torch.tensors import place_of_implementation
-from millstream.device.cuda_graphs.gates import Gatekeeper, Gates, GraphCopy, gatekeeper
-from millstream.device.likeness import Likeness
-from millstream.engine.cuda.carrier import Forms, can_be_carried
+from millstream.device.cuda_graphs.memcpy_nodes import GraphCopy, MemcpyLibrary, MemcpyNodes, memcpy_library
+from millstream.device.tensor_specs import TensorSpecs
+from millstream.engine.cuda.batched_copy import Forms, can_be_batched
 
 MOST_BYTES = 1 << 20
 """So much is copied in this way, inputs and results together: to copy more takes longer than to ask for it."""
 
 
-class Passage:
+class GraphIO:
     """A graph's copies of its inputs and results: captured with it, and led elsewhere for each call.
 
     Args:
-        keeper: Makes gates.
+        library: Makes memcpy nodes.
         slots: The graph's, where inputs go.
         examples: Inputs of a caller; those of the same looks are recognised sooner.
     """
 
-    def __init__(self, keeper: Gatekeeper, slots: Sequence[Tensor], examples: Sequence[Tensor]) -> None:
-        self._keeper = keeper
+    def __init__(self, library: MemcpyLibrary, slots: Sequence[Tensor], examples: Sequence[Tensor]) -> None:
+        self._library = library
         self._forms = Forms(slots)
         self._slots = slots
         self._copies: list[tuple[int, GraphCopy, bool]] = []
         self._outer: list[Tensor] = []  # what is copied from and to in the capture, and never read or written
-        self._gates: Gates | None = None
-        self._likeness: Likeness | None = None
+        self._nodes: MemcpyNodes | None = None
+        self._specs: TensorSpecs | None = None
         if self._forms.find(examples) is not None:
             with suppress(ValueError):
-                self._likeness = Likeness(examples, place_of_implementation())
+                self._specs = TensorSpecs(examples, place_of_implementation())
 
     # --- while the graph is captured ---------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ class Passage:
     def lead_out(self, results: Sequence[Tensor]) -> bool:
         """Let it end with those of its results; false, and nothing is copied, where it had better not."""
         num_bytes = sum(tensor.nbytes for tensor in (*self._slots, *results))
-        if num_bytes > MOST_BYTES or not all(map(can_be_carried, results)):
+        if num_bytes > MOST_BYTES or not all(map(can_be_batched, results)):
             return False
         for result in results:
             self._add(result, leads_in=False)
@@ -70,7 +70,7 @@ class Passage:
         self._outer.append(outer)
         source, to = (outer, inner) if leads_in else (inner, outer)
         stream = current_stream_handle(inner.get_device())
-        made = self._keeper.capture_copy(to.data_ptr(), source.data_ptr(), inner.nbytes, stream)
+        made = self._library.capture_copy(to.data_ptr(), source.data_ptr(), inner.nbytes, stream)
         if made is None:
             raise self._refused("capture a copy")
         self._copies.append((*made, leads_in))
@@ -81,15 +81,15 @@ class Passage:
         Raises:
             RuntimeError: The driver refuses.
         """
-        self._gates = self._keeper.gates(graph.raw_cuda_graph_exec(), self._copies)
-        if self._gates is None:
+        self._nodes = self._library.make_nodes(graph.raw_cuda_graph_exec(), self._copies)
+        if self._nodes is None:
             raise self._refused("tell of a context")
         self.close()
 
     @property
     def is_shut(self) -> bool:
         """Whether it will open for no call any more."""
-        return self._gates is None
+        return self._nodes is None
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -100,9 +100,9 @@ class Passage:
             sources: One for each slot.
             targets: One for each result, of its size, strides and dtype.
         """
-        if self._gates is None:
+        if self._nodes is None:
             return False
-        addresses = None if self._likeness is None else self._likeness.find(sources)
+        addresses = None if self._specs is None else self._specs.find(sources)
         if addresses is None:
             found = self._forms.find(sources)
             if found is None:
@@ -110,10 +110,10 @@ class Passage:
             addresses = array("Q", found)
         for target in targets:
             addresses.append(target.data_ptr())
-        if self._gates.open(addresses):
+        if self._nodes.open(addresses):
             return True
         self.close()
-        self._gates = None  # what it refuses now, it would refuse again
+        self._nodes = None  # what it refuses now, it would refuse again
         return False
 
     def close(self) -> None:
@@ -122,28 +122,28 @@ class Passage:
         Raises:
             RuntimeError: The driver refuses.
         """
-        if self._gates is not None and not self._gates.close():
+        if self._nodes is not None and not self._nodes.close():
             raise self._refused("switch a copy off")
 
     def _refused(self, what: str) -> RuntimeError:
-        self._keeper.has_refused = True
+        self._library.has_refused = True
         return RuntimeError(f"CUDA's driver refused to {what}.")
 
 
 def can_be_made() -> bool:
     """Whether the driver has what it takes, and has refused none of it yet."""
-    keeper = gatekeeper()
-    return keeper is not None and not keeper.has_refused
+    library = memcpy_library()
+    return library is not None and not library.has_refused
 
 
-def make_passage(slots: Sequence[Tensor], examples: Sequence[Tensor]) -> Passage | None:
-    """A passage to these slots; ``None`` where the driver has none, or it is not worth one."""
-    keeper = gatekeeper()
+def make_graph_io(slots: Sequence[Tensor], examples: Sequence[Tensor]) -> GraphIO | None:
+    """Copies to these slots; ``None`` where the driver has none, or it is not worth one."""
+    library = memcpy_library()
     if (
-        keeper is None
-        or keeper.has_refused
-        or not all(map(can_be_carried, slots))
+        library is None
+        or library.has_refused
+        or not all(map(can_be_batched, slots))
         or sum(slot.nbytes for slot in slots) > MOST_BYTES
     ):
         return None
-    return Passage(keeper, slots, examples)
+    return GraphIO(library, slots, examples)

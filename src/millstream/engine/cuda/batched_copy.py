@@ -34,7 +34,7 @@ class Forms:
         return [source.data_ptr() for source in sources]
 
 
-class Carrier:
+class BatchedCopy:
     """Copies tensors of one form into the memory of a graph, or out of it, on the current stream.
 
     Args:
@@ -64,15 +64,15 @@ class Carrier:
         return copies.enqueue(current_stream_handle(self._index)) == 0
 
 
-def make_carrier(tensors: Sequence[Tensor]) -> Carrier | None:
-    """A carrier for these tensors; ``None`` without a driver, or where one of them is no plain stretch of bytes."""
+def make_batched_copy(tensors: Sequence[Tensor]) -> BatchedCopy | None:
+    """A batched copy for these tensors; ``None`` without a driver, or where one of them has gaps."""
     driver = enqueuer()
-    if driver is None or not tensors or not all(map(can_be_carried, tensors)):
+    if driver is None or not tensors or not all(map(can_be_batched, tensors)):
         return None
-    return Carrier(tensors, driver.prepare([tensor.nbytes for tensor in tensors]))
+    return BatchedCopy(tensors, driver.prepare([tensor.nbytes for tensor in tensors]))
 
 
-def can_be_carried(tensor: Tensor) -> bool:
+def can_be_batched(tensor: Tensor) -> bool:
     """Whether a tensor is on a device, and a stretch of bytes there that says all about it."""
     return _on_device(tensor) and _is_stretch(tensor)
 

@@ -1,4 +1,4 @@
-"""Whether tensors look like those before, asked in compiled code: see ``likeness.cpp``.
+"""Whether tensors look like those before, asked in compiled code: see ``tensor_specs.cpp``.
 
 Where there is no compiler, Python looks at each.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from millstream.device.native import as_builtin, load, torch_options
 
-_SOURCE = Path(__file__).with_name("likeness.cpp")
+_SOURCE = Path(__file__).with_name("tensor_specs.cpp")
 
 
-class Likeness:
+class TensorSpecs:
     """What some tensors look like, so that others can be compared with them.
 
     Args:

@@ -3,9 +3,9 @@
 - A worker is made when a plan first needs it, is a daemon, and stays for the process's life: there are never more than
   the widest plan has streams, less one, because the calling thread is stream 0. It lives in compiled code, without the
   GIL, and waits without using a core, except for the first 0.4 ms after a job.
-- One call at a time has the team (``busy``). A call that finds it busy must do without, and never waits for it: so
+- One call at a time has the pool (``busy``). A call that finds it busy must do without, and never waits for it: so
   neither several callers nor a kernel that calls into another program can lock each other out.
-- A forked child has a team of its own, without workers at first.
+- A forked child has a pool of its own, without workers at first.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def library() -> Library:
     return found
 
 
-class Team:
+class WorkerPool:
     """Worker threads.
 
     Attributes:
-        busy: Held by the one call that the team works for.
+        busy: Held by the one call that the pool works for.
     """
 
     def __init__(self) -> None:
@@ -106,17 +106,17 @@ def intra_op_threads(number: int) -> Iterator[None]:
         library().use_threads(before, of_mkl)
 
 
-_team = Team()
+_pool = WorkerPool()
 
 
-def team() -> Team:
-    """The team of this process."""
-    return _team
+def worker_pool() -> WorkerPool:
+    """The pool of this process."""
+    return _pool
 
 
 def _start_afresh_after_fork() -> None:
-    global _team  # noqa: PLW0603
-    _team = Team()  # threads do not survive a fork, and a call may have been in flight
+    global _pool  # noqa: PLW0603
+    _pool = WorkerPool()  # threads do not survive a fork, and a call may have been in flight
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,4 +1,4 @@
-"""Gates of CUDA graphs: copies within a graph that each launch makes from or to somewhere else, or not at all.
+"""Memcpy nodes of CUDA graphs: copies within a graph that each launch makes from or to somewhere else, or not at all.
 
 PyTorch captures graphs and shows their handles; only the driver shows their nodes. Its calls are made through ctypes
 and compiled code (``native.cpp``), with the layout of ``cuda.h``.
@@ -17,11 +17,11 @@ from millstream.device.native import build_native
 
 
 @functools.cache
-def gatekeeper() -> Gatekeeper | None:
-    """What makes gates; ``None`` where compiled code, or a call of CUDA's driver, cannot be had."""
+def memcpy_library() -> MemcpyLibrary | None:
+    """What makes memcpy nodes; ``None`` where compiled code, or a call of CUDA's driver, cannot be had."""
     path = build_native()
     try:
-        return None if path is None else Gatekeeper(path, ctypes.CDLL("libcuda.so.1"))
+        return None if path is None else MemcpyLibrary(path, ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):
         return None
 
@@ -45,15 +45,15 @@ class GraphCopy(ctypes.Structure):
     _fields_ = (("start", _End), ("end", _End), *((name, ctypes.c_size_t) for name in ("width", "height", "depth")))
 
 
-class Gatekeeper:
-    """Makes gates: copies within a CUDA graph, one end of which is set for each launch.
+class MemcpyLibrary:
+    """Makes memcpy nodes: copies within a CUDA graph, one end of which is set for each launch.
 
     Args:
         path: Of the compiled code.
         driver: CUDA's driver.
 
     Attributes:
-        has_refused: Whether the driver has refused anything that makes a gate; it is not to be asked again.
+        has_refused: Whether the driver has refused anything that makes such a node; it is not to be asked again.
 
     Raises:
         AttributeError: It lacks a function.
@@ -68,14 +68,14 @@ class Gatekeeper:
         self._functions = [ctypes.cast(each, ctypes.c_void_p) for each in functions]
         library, pointer = ctypes.PyDLL(str(path)), ctypes.c_void_p
         self.make, self.drop, self.add = (
-            library.millstream_make_gates,
-            library.millstream_drop_gates,
-            library.millstream_add_gate,
+            library.millstream_make_nodes,
+            library.millstream_drop_nodes,
+            library.millstream_add_node,
         )
         self.make.argtypes, self.make.restype = [pointer] * 4, pointer
         self.drop.argtypes, self.drop.restype = [pointer], None
         self.add.argtypes, self.add.restype = [pointer, pointer, pointer, ctypes.c_int], None
-        self.open, self.close = library.millstream_open_gates, library.millstream_close_gates
+        self.open, self.close = library.millstream_open_nodes, library.millstream_close_nodes
         self.open.argtypes, self.close.argtypes = [pointer, pointer], [pointer]
 
     def capture_copy(self, to: int, source: int, num_bytes: int, stream: int) -> tuple[int, GraphCopy] | None:
@@ -97,12 +97,12 @@ class Gatekeeper:
             return None
         return nodes[0], copy
 
-    def gates(self, graph: int, copies: Sequence[tuple[int, GraphCopy, bool]]) -> Gates | None:
-        """The gates of an instantiated graph of the current device.
+    def make_nodes(self, graph: int, copies: Sequence[tuple[int, GraphCopy, bool]]) -> MemcpyNodes | None:
+        """The memcpy nodes of an instantiated graph of the current device.
 
         Args:
             graph: Its handle.
-            copies: Of each gate its node, what it is told, and whether it leads into the graph.
+            copies: Of each its node, what it is told, and whether it leads into the graph.
         """
         context = ctypes.c_void_p()
         if self._context(ctypes.byref(context)) != 0:
@@ -110,19 +110,19 @@ class Gatekeeper:
         handle = ctypes.c_void_p(self.make(*self._functions, graph, context))
         for node, copy, leads_in in copies:
             self.add(handle, node, ctypes.byref(copy), leads_in)
-        return Gates(self, handle)
+        return MemcpyNodes(self, handle)
 
 
-class Gates:
+class MemcpyNodes:
     """Copies within one CUDA graph. They happen where they are open, as they are at first."""
 
-    def __init__(self, keeper: Gatekeeper, handle: ctypes.c_void_p) -> None:
-        self._drop, self._handle = keeper.drop, handle
-        self._open = functools.partial(keeper.open, handle)
-        self._close = functools.partial(keeper.close, handle)
+    def __init__(self, library: MemcpyLibrary, handle: ctypes.c_void_p) -> None:
+        self._drop, self._handle = library.drop, handle
+        self._open = functools.partial(library.open, handle)
+        self._close = functools.partial(library.close, handle)
 
     def open(self, addresses: array[int]) -> bool:
-        """Let the launches to come copy from and to these addresses, one for each gate; false where the driver refuses.
+        """Let the launches to come copy from and to these addresses, one for each node; false where the driver refuses.
 
         Launches that are under way are not concerned.
         """

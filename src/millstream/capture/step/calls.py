@@ -1,0 +1,133 @@
+"""Calls of a step: their arguments, taken apart, and what they have in common with others."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millstream._torch.tensors import place_of_implementation
+from millstream.capture.state.signature import (
+    Leaf,
+    Number,
+    Reference,
+    Structure,
+    Value,
+    is_other,
+    key_of,
+    key_of_tensors,
+    replace_numbers,
+    tree_flatten,
+    walk_arguments,
+)
+from millstream.capture.step.request import NumberInput, argument_input
+from millstream.device.tensor_specs import TensorSpecs
+
+MOST_FORMS = 100
+"""Kinds of arguments whose numbers are remembered, to see which of them change."""
+
+
+@dataclass
+class Call:
+    """One call of a step."""
+
+    key: Any  # what it has in common with the calls that the same graph may serve
+    structure: Structure  # structure of ``(args, kwargs)``, with places for the numbers in ``given``
+    arguments: list[Tensor]  # its tensors
+    given: Sequence[float]  # its numbers that were seen to change
+    args: tuple[Any, ...]  # positional arguments as given
+    kwargs: dict[str, Any]  # keyword arguments as given
+    parameters: Sequence[str]  # names of the function's parameters
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """The tensors by name, for people."""
+        parts = walk_arguments(self.structure, self.parameters)
+        names = {part.index: name for name, part in reversed([*parts]) if isinstance(part, Leaf)}
+        return {
+            names[index]: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            for index, tensor in enumerate(self.arguments)
+        }
+
+    def numbers(self, device: torch.device) -> Iterator[NumberInput]:
+        """The numbers that were seen to change, for graphs on ``device``."""
+        parts = walk_arguments(self.structure, self.parameters)
+        names = [name for name, part in parts if isinstance(part, Number)]
+        for name, value in zip(names, self.given, strict=True):
+            yield argument_input(name, device, value)
+
+    def objects(self) -> Iterator[tuple[str, Any]]:
+        """Names and objects among the arguments that are neither tensors nor plain values."""
+        for name, part in walk_arguments(self.structure, self.parameters):
+            if isinstance(part, Reference):
+                yield name, part.target
+
+
+class Calls:
+    """Makes calls of their arguments, and learns which numbers among these change.
+
+    Args:
+        function: The step's.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._parameters = _parameters_of(function)
+        self._varying: dict[Structure, frozenset[int]] = {}  # which numbers among the arguments change
+        self._before: dict[Structure, list[float]] = {}  # that came first
+
+    def split_numbers(self, form: Any, numbers: Sequence[float]) -> tuple[Any, list[float]]:
+        """Tell numbers among the arguments that are part of the form from those that each call brings."""
+        varying = self._varying.get(form, frozenset())
+        fixed = tuple(n or f"{n}" for i, n in enumerate(numbers) if i not in varying)  # zeros with their signs
+        return (form, fixed), [number for index, number in enumerate(numbers) if index in varying]
+
+    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Look at the arguments; numbers that are others than they were before are brought by each call from now on."""
+        numbers: list[float] = []
+        structure, arguments = tree_flatten((args, kwargs), numbers)
+        form: Any = structure
+        varying: Set[int] = frozenset()
+        given: Sequence[float] = ()
+        if numbers:
+            if len(self._before) > MOST_FORMS:
+                self._before.clear()
+            before = self._before.setdefault(structure, numbers)
+            changed = (index for index, number in enumerate(numbers) if is_other(number, before[index]))
+            varying = self._varying[structure] = self._varying.get(structure, frozenset()).union(changed)
+            form, given = self.split_numbers(structure, numbers)
+        parts = (Number(type(n)) if i in varying else Value(type(n), n) for i, n in enumerate(numbers))
+        key = (None if kwargs else key_of_tensors(args)) or key_of(form, arguments)
+        return Call(key, replace_numbers(structure, parts), arguments, given, args, kwargs, self._parameters)
+
+
+def split_leaves(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Tensors among arguments, and numbers, where there is nothing else."""
+    return [each for each in args if type(each) is Tensor], [each for each in args if type(each) is not Tensor]
+
+
+def specs_of(call: Call) -> TensorSpecs | None:
+    """What tensors in calls like this look like; ``None`` where, with numbers that calls bring, others things count."""
+    tensors = [arg for arg in call.args if type(arg) is Tensor and not arg.requires_grad]
+    numbers = [arg for arg in call.args if type(arg) in (float, int)]
+    if (
+        call.kwargs
+        or len(tensors) != len(call.arguments)
+        or len(numbers) != len(call.given)
+        or len(tensors) + len(numbers) != len(call.args)
+    ):
+        return None
+    with contextlib.suppress(ValueError):
+        return TensorSpecs(tensors, place_of_implementation())
+    return None
+
+
+def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # built in
+        return ()
