@@ -30,6 +30,8 @@ from tests import networks
 from tests.engines.test_step import OPTIMIZERS, train
 from tests.networks import lowered
 
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
