@@ -28,7 +28,7 @@ test: $(SETUP) ## every test that needs no GPU
 	$(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 --dist worksteal
 
 fuzz: $(SETUP) ## 2,000 random steps, captured and eager, others each time: no result is ever stale (ten minutes on two cores)
-	MILLSTREAM_FUZZ=2000 $(PYTHON) -m pytest -q tests/capture/guards/test_random_programs.py -n auto --maxprocesses 16 --dist worksteal
+	MILLSTREAM_FUZZ=2000 $(PYTHON) -m pytest -q tests/capture/guards/test_random_programs.py tests/capture/trace/test_threads.py -n auto --maxprocesses 16 --dist worksteal
 	MILLSTREAM_FUZZ=10000 $(PYTHON) -m pytest -q tests/insight/test_gaps.py
 	MILLSTREAM_RANKS=8 $(PYTHON) -m pytest -q tests/parallel/test_many_ranks.py
 

@@ -1,6 +1,6 @@
 """Random steps, eager and captured, over twenty calls between which what they read changes: no result is ever stale.
 
-``make test`` runs the same forty programs each time; ``make fuzz`` (``MILLSTREAM_FUZZ=2000``) others each time, in
+``make test`` runs the same hundred programs each time; ``make fuzz`` (``MILLSTREAM_FUZZ=2000``) others each time, in
 shards of a hundred that processes share. ``MILLSTREAM_FUZZ_SEED`` repeats a search: each failure names it.
 """
 
@@ -16,7 +16,7 @@ FUZZ = int(os.environ.get("MILLSTREAM_FUZZ", "0"))
 # Processes that share a run must collect the same tests.
 RUN = int(os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid4().hex), 16) % 10**9
 SEED = int(os.environ.get("MILLSTREAM_FUZZ_SEED", RUN)) if FUZZ else 0
-SHARD = 100 if FUZZ else 40
+SHARD = 100
 CAPTURED = 0.7
 """Of the programs at least so many are captured and never fall back, or falling back would always win."""
 

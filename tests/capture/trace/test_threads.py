@@ -26,6 +26,8 @@ from tests.processes import output_of
 _write = ctypes.CDLL(None).write  # that of ``os`` is an effect, which a step may not have
 PATIENCE = 60  # seconds until a thread that should not wait is said to hang
 
+ROUNDS = 200 if os.environ.get("MILLSTREAM_FUZZ") else 40
+
 
 class Model(nn.Module):
     """Calls ``during`` while it is traced."""
@@ -327,7 +329,7 @@ def test_eight_threads_capture_and_replay_while_two_call_compiled_models():
         return step, x
 
     def train(step, x, losses):
-        losses += (step(x).item() for _ in range(40))
+        losses += (step(x).item() for _ in range(ROUNDS))
 
     alone = []
     for seed in range(8):

@@ -75,20 +75,22 @@ def test_nothing_is_tried_behind_a_failure_and_nothing_of_it_kept(make_trials):
     assert "".join(device.captured) == "sf"
 
 
-def test_what_is_tried_again_and_again_does_not_count_on(monkeypatch):
+@pytest.mark.parametrize("in_slots", [False, True])
+def test_what_is_tried_again_and_again_does_not_count_on(in_slots, monkeypatch):
     """Else it would write past the end of a cache: on a GPU nothing runs any more after that."""
     position, cache = torch.tensor([6]), torch.zeros(8)
+    slots = []
 
     class Counting(Graph):
-        written = (position, cache)
-
         def __init__(self, plan):
             super().__init__(plan)
             self.graph = self
+            self.written = (position.clone(), cache) if in_slots else (position, cache)
+            slots.append(self.written[0])
 
         def replay(self):
-            position.add_(1)
-            cache[position] += 1
+            self.written[0].add_(1)
+            cache[self.written[0]] += 1
             return 1.0
 
     monkeypatch.setattr(torch.cuda, "default_generators", (None,))
@@ -96,7 +98,7 @@ def test_what_is_tried_again_and_again_does_not_count_on(monkeypatch):
     trials = Trials(Counting, SERIAL.plan, CONTEXT, NO_RANDOMS)
     assert trials.compare(FIRST, SERIAL) == (1_000_000, 1_000_000)
     assert trials.error is None
-    assert position.item() == 6
+    assert [slot.item() for slot in slots] == [6, 6]
     assert not cache.any()
 
 

@@ -322,6 +322,21 @@ for streams in (1, 4):
         model.cache.zero_(), model.position.zero_()
         for result in results:
             torch.testing.assert_close(result, model(x))
+
+def fill(x, cache, position):  # which are copied into slots
+    cache.index_copy_(0, position.view(1), (x.sin() + x.cos()).unsqueeze(0))
+    position.add_(1)
+    return cache.sum(0)
+
+for streams in (1, 4):
+    compiled = ms.compile(fill, streams=streams)
+    caches = [torch.zeros(4, 64, 64, device="cuda") for _ in range(2)]
+    positions = [torch.zeros((), dtype=torch.long, device="cuda") for _ in range(2)]
+    for _ in range(4):
+        x = torch.randn(64, 64, device="cuda")
+        results = [run(x, *state) for run, *state in zip((compiled, fill), caches, positions)]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*positions)
     torch.cuda.synchronize()
 print("as eager")
 """

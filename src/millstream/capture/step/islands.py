@@ -178,6 +178,14 @@ class IslandStep(Step[P, R]):
         copied = super().__deepcopy__(memo)
         return step_of(copied.function, **self._how)
 
+    def reset(self) -> None:
+        """As of ``Step``, of all parts."""
+        super().reset()
+        self._num_watched, self._is_watched = 0, False
+        for _, run in self._parts:
+            if isinstance(run, Step):
+                run.reset()
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step."""
         if (torch.compiler.is_compiling() and is_compiling()) or torch.is_inference_mode_enabled():

@@ -55,12 +55,12 @@ class ChangingSizes:
     """
 
     def __init__(self, dynamic: bool | None) -> None:
-        self.dynamic = dynamic
+        self._dynamic = dynamic
         self._forms: dict[Hashable, _Form] = {}
 
     def choose(self, key: Any, arguments: Sequence[Tensor]) -> dict[int, frozenset[int]]:
         """By argument, the dimensions that are symbols in a graph for this call."""
-        if self.dynamic is False:
+        if self._dynamic is False:
             return {}
         form = self._form_of(key, arguments)
         chosen: dict[int, set[int]] = {}
@@ -72,7 +72,7 @@ class ChangingSizes:
                 if size != first[dimension]:
                     form.changed.add(place)
                 can_be = len(form.fixed.get(place, ())) < MOST_FIXED and not form.refused and dimension not in static
-                is_wanted = self.dynamic or place in form.changed or dimension in marked
+                is_wanted = self._dynamic or place in form.changed or dimension in marked
                 if is_wanted and can_be and size > 1:
                     chosen.setdefault(position, set()).add(dimension)
         return {position: frozenset(dimensions) for position, dimensions in chosen.items()}

@@ -144,21 +144,36 @@ class Step(Generic[P, R]):
         self.data_parallel = data_parallel
         self.shard_optimizer = shard_optimizer
         self._replica: Reducer | None = None
-        self._disabled = why_disabled()
-        self.refusals = [] if self._disabled is None else [Fallback({}, self._disabled)]
         self._name = getattr(function, "__name__", type(function).__name__)
         self._build = build
-        self._state = StepState(is_checked=check > 0)
-        self._sizes = ChangingSizes(dynamic)
+        self._dynamic = dynamic
         self._lock = ForkSafeLock()
+        self.refusals: list[Fallback] = []
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._disabled = why_disabled()
+        self.refusals[:] = [] if self._disabled is None else [Fallback({}, self._disabled)]
+        self._state = StepState(is_checked=self.check > 0)
+        self._sizes = ChangingSizes(self._dynamic)
         self._cache = GraphCache()
-        self._calls = Calls(function)
+        self._calls = Calls(self.function)
         self._refused: dict[Any, CaptureError] = {}
         self._stepped: dict[int, Optimizer] = {}
         self._has_run = False
         self._num_unready = self._num_one_shot = self._num_first = 0
         self._num_fruitless = 0
         self._why = "Its arguments have another structure, shape or dtype every time."
+
+    def reset(self) -> None:
+        """Drop all graphs, and forget what calls have taught: the next ones capture anew, also what fell back.
+
+        The graphs' memory is given back. Models, optimizers and gradients stay as they are.
+        """
+        with self._lock.lock:
+            for graph in self._cache:
+                self._drop(graph)
+            self._start_anew()
 
     @property
     def graphs(self) -> list[StepGraph]:
@@ -186,7 +201,7 @@ class Step(Generic[P, R]):
             check=self.check,
             data_parallel=self.data_parallel,
             shard_optimizer=self.shard_optimizer,
-            dynamic=self._sizes.dynamic,
+            dynamic=self._dynamic,
         )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -73,7 +73,7 @@ class Captured:
         slot_positions: Inputs that are copied into slots.
         streams: Handles of the streams for which slots are kept from others until they have replayed the graph.
         saved: Addresses in the graph's memory of what a forward pass saves for its backward pass.
-        written: Static inputs that the graph writes.
+        written: Inputs that the graph writes, where it does: slots, and static ones.
         object_bytes: What the device lacks since the graph was made, beside PyTorch's memory.
     """
 
@@ -127,7 +127,7 @@ class Captured:
         self._overlapping = any(0 in slot.stride() for slot in self._slots)
         self._incoming = make_batched_copy(self._slots)
         self._mutated = tuple(p for p in self.slot_positions if program.inputs[p] in program.mutated)
-        self.written = tuple(inputs[p] for p in static if program.inputs[p] in program.mutated)
+        self.written = tuple(memory[p] for p in (*static, *moving) if program.inputs[p] in program.mutated)
         self.copy_in(inputs)
         self._memory = memory  # the graph reads slots for as long as it exists
         graph_io = None if self._overlapping else make_graph_io(self._slots, [inputs[p] for p in self.slot_positions])

@@ -81,7 +81,8 @@ class Trials(Generic[Way]):
         self._kept = [pair for pair in self._kept if pair[0] is best]  # before more memory is taken
         base, own = self._capture_once(best), self._capture_once(way)
         generator = torch.cuda.default_generators[self._context.place.index]
-        rewind = stack.enter_context(unchanged(self._program, own.written, generator))
+        written = {tensor.data_ptr(): tensor for each in (own, base) for tensor in each.written}  # slots are their own
+        rewind = stack.enter_context(unchanged(self._program, [*written.values()], generator))
         return own, base, rewind
 
     def _compare(
