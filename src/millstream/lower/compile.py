@@ -33,6 +33,7 @@ from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import traces_unnoticed
 from millstream.errors import ArgumentError, LoweringError, MillstreamError, did_you_mean
 from millstream.lower import workarounds
+from millstream.lower.convolutions.horizontal_fusion import find_joint_launches, fuse_horizontally
 from millstream.lower.convolutions.kernels.ahead import Launch, compiling
 from millstream.lower.convolutions.passes.channels import align_channels, puts_channels_last
 from millstream.lower.convolutions.passes.conversions import take_conversions
@@ -40,7 +41,6 @@ from millstream.lower.convolutions.passes.epilogues import absorb_epilogues, kno
 from millstream.lower.convolutions.passes.products import take_products
 from millstream.lower.convolutions.passes.prologues import absorb_prologues
 from millstream.lower.convolutions.passes.strides import keep_strides
-from millstream.lower.convolutions.siblings import find_joint_launches, join_siblings
 from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
 from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.failures import other_tries
@@ -380,7 +380,7 @@ def _as_lowered(
 
 def _join_own_kernels(program: Program) -> Program:
     """Let kernels of our own that are alike become one launch, and long sums two; kept programs are as before that."""
-    program = split_long_sums(join_siblings(program))
+    program = split_long_sums(fuse_horizontally(program))
     with compiling(chain(find_joint_launches(program), find_split_launches(program))):
         pass
     return program

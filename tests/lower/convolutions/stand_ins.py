@@ -12,13 +12,13 @@ from millstream.cost import Roofline
 from millstream.device import context
 from millstream.engine.source import compile_plan
 from millstream.lower import translate
-from millstream.lower.convolutions import siblings, split_k, writers
+from millstream.lower.convolutions import horizontal_fusion, split_k, writers
+from millstream.lower.convolutions.horizontal_fusion import Family
 from millstream.lower.convolutions.kernels import ahead, dense, depthwise
 from millstream.lower.convolutions.kernels.dense import CONVOLVE, Dense
 from millstream.lower.convolutions.kernels.depthwise import CONVOLVE_DEPTHWISE, Depthwise
 from millstream.lower.convolutions.kernels.weights import CONVERT, Conversion
 from millstream.lower.convolutions.passes import channels, conversions
-from millstream.lower.convolutions.siblings import Family
 from millstream.schedule import plan_graph, plan_serial
 from tests.networks import lowered
 
@@ -95,7 +95,7 @@ STAND_INS = {
     convolve_depthwise_together: (),
     convolve_dense_partials: (split_k,),
     reduce_dense_partials: (split_k,),
-    convert_weight: (writers, siblings),
+    convert_weight: (writers, horizontal_fusion),
     convert_weights_together: (),
     convolve: (writers,),
     convolve_relu: (translate,),
@@ -129,7 +129,7 @@ def own_kernels(pretended_gpu, monkeypatch):
             (convert_weight, Conversion, convert_weights_together),
         )
     }
-    for module in (siblings, writers):
+    for module in (horizontal_fusion, writers):
         monkeypatch.setattr(module, "FAMILIES", families)
     for module in (channels, conversions, dense, depthwise):
         monkeypatch.setattr(module, "_DTYPES", (torch.double,))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._triton import has_triton
 
+from millstream.lower.convolutions.horizontal_fusion import FAMILIES, Own, divide
 from millstream.lower.convolutions.kernels.ahead import Launch
 from millstream.lower.convolutions.kernels.dense import (
     ALIGNED_CHANNELS,
@@ -31,7 +32,6 @@ from millstream.lower.convolutions.kernels.dense import (
 )
 from millstream.lower.convolutions.kernels.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, is_small_depthwise
 from millstream.lower.convolutions.kernels.weights import CONVERT, convert_weight
-from millstream.lower.convolutions.siblings import FAMILIES, Own, divide
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 

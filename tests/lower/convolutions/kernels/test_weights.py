@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from millstream.lower.convolutions import siblings
+from millstream.lower.convolutions import horizontal_fusion
+from millstream.lower.convolutions.horizontal_fusion import MOST_CONVERTED_BYTES, MOST_TOGETHER
 from millstream.lower.convolutions.kernels import weights
 from millstream.lower.convolutions.kernels.weights import CONVERT, Conversion
 from millstream.lower.convolutions.passes import conversions
 from millstream.lower.convolutions.passes.channels import align_channels
 from millstream.lower.convolutions.passes.conversions import take_conversions
-from millstream.lower.convolutions.siblings import MOST_CONVERTED_BYTES, MOST_TOGETHER
 from millstream.lower.convolutions.writers import arguments_of
 from tests.lower.convolutions.passes.test_channels import CONVOLUTION, DOUBLE, Net, anywhere, changed
 from tests.lower.convolutions.stand_ins import own_kernels, pretended_gpu, run_everywhere
@@ -112,7 +112,7 @@ def test_several_readers_share_it_and_others_read_it_as_it_was():
 @given(st.lists(st.integers(1, 2 * MOST_CONVERTED_BYTES), max_size=60), st.randoms())
 def test_launches_grow_and_keep_their_order(sizes, rng):
     order = rng.sample(range(len(sizes)), len(sizes))
-    groups = [*siblings._divide_by_need((i, sizes[i]) for i in order)]
+    groups = [*horizontal_fusion._divide_by_need((i, sizes[i]) for i in order)]
     assert [i for group in groups for i in group] == order
     before = 0
     for group in groups:
@@ -122,7 +122,7 @@ def test_launches_grow_and_keep_their_order(sizes, rng):
 
 
 def test_many_small_ones_are_few_launches():
-    groups = [*siblings._divide_by_need((i, 1) for i in range(40))]
+    groups = [*horizontal_fusion._divide_by_need((i, 1) for i in range(40))]
     assert [len(group) for group in groups] == [1, 1, 2, 4, 8, 8, 8, 8]
 
 
@@ -142,7 +142,7 @@ def test_those_that_are_needed_first_come_first(own_kernels):
     with torch.no_grad():
         program, _ = run_everywhere(Net(function, *left, *right).to(DOUBLE), torch.randn(1, 16, 8, 8, dtype=DOUBLE))
     kernels = program.graph.kernels
-    depths, _ = siblings._depths(program.graph)
+    depths, _ = horizontal_fusion._depths(program.graph)
     needed = {name: depths[kernel.id] for kernel in kernels if kernel.kind == "conv" for name in kernel.reads}
     launches = [kernel.writes for kernel in kernels if "convert_weight" in kernel.name]
     times = [sorted(needed[name] for name in names) for names in sorted(launches, key=len)]

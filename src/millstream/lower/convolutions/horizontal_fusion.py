@@ -75,7 +75,7 @@ FAMILIES: dict[Callable[..., Any], Family] = {
 }
 
 
-def join_siblings(program: Program) -> Program:
+def fuse_horizontally(program: Program) -> Program:
     """Let one launch compute what is alike and independent."""
     old, groups = program.graph, _find_groups(program)
     if not groups:

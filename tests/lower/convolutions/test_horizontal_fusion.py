@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from millstream.graph import derive_dependencies, validate_graph
 from millstream.lower import compile as compiling
-from millstream.lower.convolutions import siblings, writers
+from millstream.lower.convolutions import horizontal_fusion, writers
+from millstream.lower.convolutions.horizontal_fusion import MOST_TOGETHER, Family, fuse_horizontally
 from millstream.lower.convolutions.kernels import depthwise
 from millstream.lower.convolutions.kernels.dense import Dense
 from millstream.lower.convolutions.kernels.depthwise import Depthwise
-from millstream.lower.convolutions.siblings import MOST_TOGETHER, Family, join_siblings
 from millstream.lower.program import Call, Program, Value
 from tests.lower.convolutions.stand_ins import own_kernels, pretended_gpu, run_everywhere
 from tests.networks import assert_close
@@ -49,7 +49,7 @@ def together(*_):
 def one_family(request, monkeypatch):
     """Programs of ``program_of`` have one family of kernels; those from Inductor have the real ones."""
     if "pretended_gpu" not in request.fixturenames:
-        monkeypatch.setattr(siblings, "FAMILIES", {alone: Family(Stand, None, together)})
+        monkeypatch.setattr(horizontal_fusion, "FAMILIES", {alone: Family(Stand, None, together)})
         somewhere = torch.empty(0)
         monkeypatch.setattr(
             Program,
@@ -81,7 +81,7 @@ def test_a_joined_program_does_the_same_in_an_order_that_is_right(graph, seed, n
     rng = random.Random(seed)
     kinds = [(rng.choice([None, *range(num_kinds)]), rng.randint(1, 3)) for _ in graph.kernels]
     program = program_of(graph, kinds)
-    joined = join_siblings(program)
+    joined = fuse_horizontally(program)
     validate_graph(joined.graph)
     groups = [*members(joined)]
     assert sorted(i for group in groups for i in group) == [kernel.id for kernel in graph.kernels]
@@ -101,7 +101,7 @@ def test_a_joined_program_does_the_same_in_an_order_that_is_right(graph, seed, n
 
 
 def chain(graph):
-    return max(siblings._depths(graph)[0])
+    return max(horizontal_fusion._depths(graph)[0])
 
 
 @pytest.mark.parametrize(("number", "sizes"), [(1, [1]), (2, [2]), (8, [8]), (9, [4, 5]), (17, [5, 6, 6])])
@@ -110,7 +110,7 @@ def test_many_are_divided_evenly(number, sizes):
 
     graph = towers_graph(number, 1)
     program = program_of(graph, [(0, 1)] * number)
-    joined = join_siblings(program)
+    joined = fuse_horizontally(program)
     assert sorted(len(group) for group in members(joined)) == sizes
     names = sorted(kernel.name for kernel in joined.graph.kernels)
     assert (names == sorted(kernel.name for kernel in graph.kernels)) is (number == 1)
@@ -120,7 +120,7 @@ def test_what_is_alone_keeps_its_program():
     from millstream.testing import chain_graph
 
     program = program_of(chain_graph(6), [(0, 1)] * 6)
-    assert join_siblings(program) is program
+    assert fuse_horizontally(program) is program
 
 
 # --- what is alike ---------------------------------------------------------------------------------------------------
@@ -209,9 +209,9 @@ def test_what_is_compiled_ahead_is_what_runs(own_kernels, monkeypatch, num_branc
     ahead = []
     families = {
         alone: family._replace(launches=lambda tasks, alone=alone: [(alone.__name__, len(tasks))])
-        for alone, family in siblings.FAMILIES.items()
+        for alone, family in horizontal_fusion.FAMILIES.items()
     }
-    for module in (siblings, writers):
+    for module in (horizontal_fusion, writers):
         monkeypatch.setattr(module, "FAMILIES", families)
     monkeypatch.setattr(compiling, "find_launches", lambda graph: ahead.extend(writers.find_launches(graph)) or ())
     program, _ = run_everywhere(Cell(num_branches).double().eval(), torch.randn(2, 16, 6, 6, dtype=torch.double))
