@@ -73,7 +73,7 @@ def test_each_plans_its_own_kernels_by_the_same_recipes(pair):
 def test_what_the_first_process_noted_is_made_again_in_each_of_its_own_kernels(pair):
     scheduling = Scheduling()
     best = choice.propose(towers(0), costs_of(towers(0), 0), scheduling)[2]
-    noted = json.loads(json.dumps(choice.note(best, [best.describe(CHOSEN)])))
+    noted = json.loads(json.dumps(choice.to_json(best, [best.describe(CHOSEN)])))
 
     def act(agreement, rank):
         graph = towers(rank)

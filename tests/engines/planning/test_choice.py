@@ -24,8 +24,8 @@ from millstream.engine.planning.choice import (
     calibrate,
     choose,
     from_json,
-    note,
     propose,
+    to_json,
 )
 from millstream.engine.planning.store import Store
 from millstream.errors import ArgumentError
@@ -241,7 +241,7 @@ def test_the_fastest_is_tried_in_all_ways_to_spread_kernels(even, packed, wins):
     assert [tried.plan.spread for tried in trial.tried[-2:]] == [Spread.EVEN, Spread.PACKED]
     assert best.plan == replace(proposals[1].plan, spread=wins)
     assert chosen_of(candidates).spread is wins
-    noted = json.loads(json.dumps(note(best, candidates)))
+    noted = json.loads(json.dumps(to_json(best, candidates)))
     assert from_json(noted, TOWERS, costs_of(TOWERS), GENEROUS) == (best, candidates)
 
 
@@ -340,14 +340,14 @@ def test_a_single_proposal_is_chosen_without_a_trial():
 @pytest.mark.parametrize("factor", [0.5, 2.0])  # several streams win, or one
 def test_notes_survive_json_and_the_one_plan_is_made_again(monkeypatch, factor):
     best, candidates = choose(towers(), Trial(lambda proposal: factor), 60)
-    noted = json.loads(json.dumps(note(best, candidates)))
+    noted = json.loads(json.dumps(to_json(best, candidates)))
     monkeypatch.setattr(choice, "propose", None)
     assert from_json(noted, TOWERS, costs_of(TOWERS), GENEROUS) == (best, candidates)
 
 
 def test_notes_of_something_else_are_not_recalled():
     best, candidates = choose(towers(), Trial(), 60)
-    noted = note(best, candidates)
+    noted = to_json(best, candidates)
     entries = noted["candidates"]
     others = [entry for entry in entries if entry["outcome"] != CHOSEN]
     (chosen,) = (entry for entry in entries if entry["outcome"] == CHOSEN)

@@ -64,7 +64,7 @@ def test_the_best_is_captured_once_and_no_more_than_two_are_alive(make_trials):
     assert not device.alive
 
 
-def test_nothing_is_tried_behind_a_failure_and_nothing_of_it_kept(make_trials):
+def test_nothing_is_tried_after_a_failure_and_nothing_of_it_kept(make_trials):
     device = Device(fails_at=FIRST.plan)
     trials = make_trials(device)
     assert trials.compare(FIRST, SERIAL) is None

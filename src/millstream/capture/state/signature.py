@@ -151,8 +151,8 @@ def key_of_tensors(values: Sequence[Any]) -> tuple[Any, ...] | None:
 
 def key_of(form: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """What calls have in common that one graph may fit: their form, the modes they run under, and their tensors'."""
-    metas = [*map(spec_of, tensors)]
-    return (form, ambient(), *metas)
+    specs = [*map(spec_of, tensors)]
+    return (form, ambient(), *specs)
 
 
 def tree_flatten(

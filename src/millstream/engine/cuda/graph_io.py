@@ -30,7 +30,7 @@ class GraphIO:
     Args:
         library: Makes memcpy nodes.
         slots: The graph's, where inputs go.
-        examples: Inputs of a caller; those of the same looks are recognised sooner.
+        examples: Inputs of a caller; those with the same specs are recognised sooner.
     """
 
     def __init__(self, library: MemcpyLibrary, slots: Sequence[Tensor], examples: Sequence[Tensor]) -> None:

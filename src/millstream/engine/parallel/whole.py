@@ -32,7 +32,7 @@ from millstream.engine.parallel.lockstep import (
     together,
 )
 from millstream.engine.parallel.watchdog import Watchdog, watchdog_of
-from millstream.engine.planning.choice import Found, Scheduling, choice_key, choose, note
+from millstream.engine.planning.choice import Found, Scheduling, choice_key, choose, to_json
 from millstream.engine.planning.store import Store
 from millstream.engine.serial import SerialEngine
 from millstream.engine.unchanged import replays_unchanged
@@ -250,7 +250,7 @@ def _choose(
     if trials.error is not None:
         repair(place)
     elif is_first:
-        store.save_choice(key, note(*found))
+        store.save_choice(key, to_json(*found))
     if trials.ran:
         del trials
         torch.cuda.empty_cache()

@@ -338,7 +338,7 @@ def choice_key(program: Program, scheduling: Scheduling) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def note(best: Proposal, candidates: Sequence[Candidate]) -> dict[str, object]:
+def to_json(best: Proposal, candidates: Sequence[Candidate]) -> dict[str, object]:
     """Turn what was chosen, and what from, into plain data."""
     return {"recipe": best.recipe, "candidates": [asdict(candidate) for candidate in candidates]}
 
@@ -349,7 +349,7 @@ def from_json(
     """Make the plan again that was chosen before, and no other.
 
     Args:
-        noted: By ``note``.
+        noted: By ``to_json``.
         graph: Of the same kernels.
         costs: Of them.
         scheduling: What the user asks of the schedule.

@@ -20,8 +20,8 @@ from millstream.engine.planning.choice import (
     choice_key,
     choose_stepwise,
     from_json,
-    note,
     propose,
+    to_json,
 )
 from millstream.engine.planning.measure import CostMeter, to_measure
 from millstream.engine.planning.store import Store
@@ -115,7 +115,7 @@ class Planner:
             with nullcontext() if is_paced else showing(self._lowered.program.graph.name, "plan chosen"):
                 found = yield from choose_stepwise(proposals, trial, seconds)
             if trial.error is None:
-                self._store.save_choice(key, {"serial_ns": serial_ns, **note(*found)})
+                self._store.save_choice(key, {"serial_ns": serial_ns, **to_json(*found)})
         return found
 
     def _known(self) -> MeasuredCosts:
