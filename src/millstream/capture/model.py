@@ -34,6 +34,7 @@ from millstream._torch.compiler.dynamo import (
     sizes_as_they_are,
 )
 from millstream._torch.compiler.dynamo_errors import drop_logs_of_fake_tensors, raised_before_running
+from millstream._torch.compiler.lookups import compile_for
 from millstream._torch.distributed.data_parallel import call_around
 from millstream._torch.hooks import HOOKS_OF_MODULE, count_hooks
 from millstream.capture.lines import is_users
@@ -308,9 +309,9 @@ class Compiled:
         if hooks not in self._calls:
             backend, function = functools.partial(self.compiler), self._function
             is_wrapper = isinstance(function, DistributedDataParallel)  # whose own forward is Python by design
-            call = torch.compile(
+            call = compile_for(
                 function.module if is_wrapper else function,
-                backend=backend,
+                backend,
                 dynamic=self.compiler.dynamic,
                 fullgraph=self.compiler.strict,
                 **_ISOLATED,

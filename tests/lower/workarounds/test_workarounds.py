@@ -7,6 +7,7 @@ without: where one is right all the same, its xfail is strict and says that the 
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 import millstream as ms
 from millstream._torch import workarounds
+from millstream._torch.compiler.lookups import compile_for
 from millstream.lower import compile as compiling
 from millstream.lower.workarounds import WORKAROUNDS, decompose, lowering, options, tracing, without
 from tests.lower.workarounds import test_kept_reads, test_ordering, test_patterns, test_pooling, test_tiles
@@ -136,7 +138,31 @@ def read_beside_on_two_threads():
         picked(x, index + 1)
 
 
+def call_from_threads():
+    num_compiled = 0
+
+    def backend(gm, inputs):
+        nonlocal num_compiled
+        num_compiled += 1
+        return gm.forward
+
+    layer = nn.Linear(8, 8)
+    model = compile_for(layer, backend, fullgraph=True, dynamic=False)
+    inputs = [torch.ones(size, 8) for size in (1, 2, 3)]
+    expected = [layer(x).detach() for x in inputs]
+    model(inputs[0])  # torch 2.11 can crash if the first calls come from several threads
+
+    def serve(start):
+        for i in range(start, start + 2000):
+            assert torch.equal(model(inputs[i % 3]), expected[i % 3])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(serve, range(4)))
+    assert num_compiled == len(inputs)
+
+
 SHOWN_BY = {
+    "pytorch#118260": call_from_threads,
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
     "pytorch#176591": reorder_loops_of_several_updates,
     "pytorch#180848": sum_what_was_pooled,
@@ -193,6 +219,7 @@ def test_pytorch_does_without(issue, monkeypatch):
 
 
 PROGRAMS = [
+    call_from_threads,
     reorder_loops_of_several_updates,
     shuffle,
     sum_what_was_pooled,

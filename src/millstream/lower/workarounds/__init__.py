@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from millstream._torch.compiler import lookups
 from millstream._torch.devices import device_guard, generators
 from millstream._torch.workarounds import Decompositions, Workaround, without
 from millstream.lower.workarounds.decompositions import pytorch_167313, pytorch_187173, pytorch_197094, pytorch_198119
@@ -37,6 +38,7 @@ from millstream.lower.workarounds.kernels import (
 __all__ = ["WORKAROUNDS", "JointPasses", "Workaround", "decompose", "lowering", "options", "tracing", "without"]
 
 WORKAROUNDS: tuple[Workaround, ...] = (
+    lookups.WORKAROUND,
     device_guard.WORKAROUND,
     pytorch_167313.WORKAROUND,
     pytorch_176591.WORKAROUND,
