@@ -15,6 +15,7 @@ from millstream.capture.guards import native
 from millstream.capture.state import signature
 from millstream.capture.state.discover import MISSING
 from millstream.capture.state.location import SlotAttributes
+from millstream.capture.step.step import QUICKEN_EVERY
 from millstream.errors import CaptureError
 from tests.capture.worlds import interpret, plain
 
@@ -236,6 +237,32 @@ def test_a_step_in_its_steady_state_is_found_fine_by_compiled_code():
     (graph,) = step.graphs
     assert graph.guards.quick is not None
     assert graph.guards.quick.hold() == 1
+
+
+def test_a_step_on_the_host_is_checked_by_compiled_code_once_it_has_run_often():
+    models = [nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 3)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    step, eager = make_step(models[0], optimizers[0]), plain(models[1], optimizers[1])
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+
+    def run(number):
+        for _ in range(number):
+            torch.testing.assert_close(step(x, y), eager(x, y).detach())
+
+    run(QUICKEN_EVERY + 2)
+    native._maker().join(120)
+    run(QUICKEN_EVERY)
+    (graph,) = step.graphs
+    assert graph.guards.quick.hold() == 1
+    assert graph.specs is not None
+    optimizers[0].param_groups[0]["lr"] = optimizers[1].param_groups[0]["lr"] = 0.1
+    run(2)
+    for model in models:
+        model[0].weight.requires_grad_(False)
+        model[2].bias.data = torch.ones(3)
+    run(2)
+    assert graph not in step.graphs
 
 
 @pytest.mark.usefixtures("_on_cpu")

@@ -12,6 +12,7 @@ microsecond for each tensor. With hundreds of tensors on a device even that is t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from millstream._torch.distributed.data_parallel import NUM_WRAPPED, data_parall
 from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import layout_check
-from millstream.capture.guards.native import QuickGuards, load_library
+from millstream.capture.guards.native import QuickGuards, library_if_made, load_library
 from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.location import MISSING, Attributes, Items, Location
@@ -234,7 +235,15 @@ class Guards:
 
     def quicken(self, written: Sequence[Tensor]) -> None:
         """From now on let compiled code look first, where it can be had; it also counts up versions of ``written``."""
-        library = load_library()
+        self._quicken(load_library(), written)
+
+    def quicken_if_ready(self, written: Sequence[Tensor]) -> None:
+        """``quicken``, once the code is compiled, if all holds now."""
+        self._quicken(library_if_made(), written)
+        if not _all_hold(self._quick) or not self.layouts():  # the compiled code takes the memory that it finds
+            self.quick = None
+
+    def _quicken(self, library: ctypes.PyDLL | None, written: Sequence[Tensor]) -> None:
         if library is None:
             return
         entries = [*self.entries.triples()]

@@ -1,4 +1,4 @@
-"""Compiled checks for steps on a device, where the host's time counts: see ``quick_guards.cpp``.
+"""Compiled checks of what a step's graph takes for granted: see ``quick_guards.cpp``.
 
 Where there is no compiler, Python checks alone.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ from torch import Tensor
 
 from millstream._torch.tensors import place_of_implementation
 from millstream.capture.state.location import MISSING
+from millstream.device import tensor_specs
 from millstream.device.native import load, torch_options
 
 DEVICES = frozenset({"cuda"})
-"""Where tensors must be for their step to be checked in this way. On the host, kernels take longer than checks."""
+"""Where tensors must be for their step to be checked in this way from its first call on, as the device would wait.
+
+Others are once they have run some times, and do not wait until the checks are compiled.
+"""
 
 _SOURCE = Path(__file__).with_name("quick_guards.cpp")
 
@@ -98,3 +103,20 @@ def load_library() -> ctypes.PyDLL | None:
         function = getattr(library, f"millstream_{name}")
         function.restype, function.argtypes = result, list(arguments)
     return library
+
+
+def library_if_made() -> ctypes.PyDLL | None:
+    """The compiled code, or ``None``: then a thread makes it, with what compares arguments, in some seconds."""
+    return None if _maker().is_alive() else load_library()
+
+
+@functools.cache
+def _maker() -> threading.Thread:
+    thread = threading.Thread(target=_make, name="millstream-guards", daemon=True)
+    thread.start()
+    return thread
+
+
+def _make() -> None:
+    load_library()
+    tensor_specs.compiled()

@@ -87,6 +87,9 @@ MAX_FIRST = 8
 MAX_UNREADY = 20
 """Calls that may run eagerly while an optimizer has no state: a GradScaler skips steps until it finds its scale."""
 
+QUICKEN_EVERY = 32
+"""Runs of a graph on the host after which it is asked whether compiled code can check it by now."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
@@ -236,6 +239,9 @@ class Step(Generic[P, R]):
                     form, given = self._calls.split_numbers(form, numbers)
                 key = key_of(form, arguments)
             if (graph := self._cache.find(key, arguments, given)) is not None:
+                if graph.guards.quick is None and graph.num_runs and not graph.num_runs % QUICKEN_EVERY:
+                    graph.guards.quicken_if_ready(graph.parameters)
+                    _learn_arguments(graph, self._calls.make(args, kwargs))
                 self._check_if_due(graph, args, kwargs)
                 return self._run_whole(graph, arguments)
             call = self._calls.make(args, kwargs)
@@ -470,9 +476,7 @@ class Step(Generic[P, R]):
             counts.undo()
             raise
         counts.settle()
-        if graph.guards.quick is not None and graph.sizes is None:
-            graph.specs = specs_of(call)
-            graph.kinds = tuple(map(type, call.args)) if call.given else ()
+        _learn_arguments(graph, call)
         self._cache.keep(graph)
         while len(self._cache) > self.max_graphs:
             self._drop(next(iter(self._cache)))
@@ -602,6 +606,13 @@ def _trace_twice(request: Request) -> Traced:
             raise text_changed(next((call.where for call in traced.effects.calls), ""))
         traced.effects.outline = None
     return traced
+
+
+def _learn_arguments(graph: StepGraph, call: Call) -> None:
+    """Let compiled code compare the arguments of later calls with these, if it checks the rest, too."""
+    if graph.guards.quick is not None and graph.sizes is None:
+        graph.specs = specs_of(call)
+        graph.kinds = tuple(map(type, call.args)) if call.given else ()
 
 
 def _one_shot_refusal(number: OneShot) -> CaptureError:
