@@ -1,9 +1,32 @@
-"""Programs in processes of their own: in which nothing has run yet, or which end in some way."""
+"""Programs: in this process, or in processes of their own, in which nothing has run yet or which end in some way."""
 
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
+import warnings
+
+import torch
+
+from millstream import FallbackWarning
+
+
+def run_here(path, *arguments):
+    """Run a script that may not fall back, with nothing compiled before, and return its names.
+
+    A process of its own would import PyTorch and set up the compiler anew, which takes longer than most scripts.
+    """
+    torch._dynamo.reset()
+    before = sys.argv
+    sys.argv = [str(path), *map(str, arguments)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.simplefilter("error", FallbackWarning)
+            return runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.argv = before
 
 
 def run_python(program, flags=(), *, timeout=120, **options):

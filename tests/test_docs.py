@@ -1,9 +1,6 @@
 """Pages say what is so: their programs run, recipes are the tested ones, lists are complete, links lead somewhere."""
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import pytest
 
 from millstream.api import compile, step
 from millstream.cli.command import make_parser
+from tests.processes import run_here
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,28 +35,19 @@ RUNNABLE = [page for page in PAGES if page.name not in PIECES and programs(page)
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
-def test_programs_of_a_page_run_one_after_another_without_fallback(page, tmp_path):
+def test_programs_of_a_page_run_one_after_another_without_fallback(page, tmp_path, monkeypatch, capsys):
     program = tmp_path / "program.py"
     program.write_text("\n".join(programs(page)), encoding="utf-8")
-    code = "import sys, runpy, warnings, millstream; warnings.simplefilter('error', millstream.FallbackWarning); "
-    code += "runpy.run_path(sys.argv[1], run_name='__main__')"
-    names = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *names])},
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    run_here(program)
+    printed = capsys.readouterr().out
     if page.name == "README.md":
-        losses = [float(text) for text in re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)]
+        losses = [float(text) for text in re.findall(r"epoch \d: loss ([\d.]+)", printed)]
         assert len(losses) == 5
         assert losses[-1] < losses[0] / 2
-        assert "train_step" in done.stdout.splitlines()[5]
+        assert "train_step" in printed.splitlines()[5]
     if page.name == "limits.md":
-        assert "program.py" in done.stdout
+        assert "program.py" in printed
 
 
 def sections(folder):
