@@ -46,19 +46,19 @@ def _seed():
 
 
 @pytest.fixture(scope="session")
-def _programs_of_this_run(tmp_path_factory):
+def programs_of_this_run(tmp_path_factory):
     """A folder that the workers of one run share."""
     folder = Path(tmp_path_factory.getbasetemp())
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="module")
-def lowered_once(_programs_of_this_run):
+def lowered_once(programs_of_this_run):
     """For files about running programs, not about lowering them: a graph that was lowered before in this run is found.
 
     They come back from disk, as in a user's second process. Compiled code of the library stays where it is.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MILLSTREAM_WARM_START", "1")
-        patch.setattr("millstream.lower.kept.records.cache_folder", lambda: _programs_of_this_run)
+        patch.setattr("millstream.lower.kept.records.cache_folder", lambda: programs_of_this_run)
         yield

@@ -8,8 +8,8 @@ from millstream.data_parallel.board import Board, make_file
 from tests.parallel.group import Group
 
 
-def _group(size, **environment):
-    group = Group(size, **environment)
+def _group(size, programs, **environment):
+    group = Group(size, programs=programs, **environment)
     yield group
     group.kill()
 
@@ -17,29 +17,31 @@ def _group(size, **environment):
 if torch.distributed.is_available() and torch.distributed.is_gloo_available():
 
     @pytest.fixture(scope="session")
-    def pair():
+    def pair(programs_of_this_run):
         """Two processes, kept for all tests."""
-        yield from _group(2)
+        yield from _group(2, programs_of_this_run)
 
     @pytest.fixture(scope="session")
-    def agreeing_pair():
+    def agreeing_pair(programs_of_this_run):
         """Two processes that run a step as one program where they agree."""
-        yield from _group(2, MILLSTREAM_COLLECTIVES="captured")
+        yield from _group(2, programs_of_this_run, MILLSTREAM_COLLECTIVES="captured")
 
     @pytest.fixture(scope="module")
-    def many():
+    def many(programs_of_this_run):
         """Four processes, or as many as asked for, that run a step as one program where they agree."""
-        yield from _group(int(os.environ.get("MILLSTREAM_RANKS", "4")), MILLSTREAM_COLLECTIVES="captured")
+        yield from _group(
+            int(os.environ.get("MILLSTREAM_RANKS", "4")), programs_of_this_run, MILLSTREAM_COLLECTIVES="captured"
+        )
 
     @pytest.fixture(scope="session")
-    def trio():
+    def trio(programs_of_this_run):
         """Three processes."""
-        yield from _group(3)
+        yield from _group(3, programs_of_this_run)
 
     @pytest.fixture
-    def own_pair():
+    def own_pair(programs_of_this_run):
         """Two processes for a test that ends them."""
-        yield from _group(2)
+        yield from _group(2, programs_of_this_run)
 
 
 @pytest.fixture

@@ -21,14 +21,25 @@ from pathlib import Path
 DEADLINE = 180.0
 """Seconds that a check may take; with more than four processes, longer by as much."""
 
+PROGRAMS = "MILLSTREAM_TEST_PROGRAMS"
+
 TIMEOUT = timedelta(seconds=40)
 """After which a process that waits for another gives up."""
 
 
 class Group:
-    """Some processes with a process group of Gloo's on the CPU, or of NCCL's with a GPU each."""
+    """Some processes with a process group of Gloo's on the CPU, or of NCCL's with a GPU each.
 
-    def __init__(self, size, backend="gloo", **environment):
+    Args:
+        size: How many.
+        backend: Of the process group.
+        programs: A folder where each finds the graphs that were lowered before in this run; ``None`` for nowhere.
+        environment: Of theirs alone.
+    """
+
+    def __init__(self, size, backend="gloo", programs=None, **environment):
+        if programs is not None:
+            environment |= {"MILLSTREAM_WARM_START": "1", PROGRAMS: str(programs)}
         self.backend, self._environment = backend, environment
         self.size, self._processes, self._answers = size, [], queue.Queue()
         self._deadline = DEADLINE * max(1, size / 4)
@@ -114,6 +125,10 @@ def main(rank, size, store, backend):
     from tests.parallel import checks
 
     torch.set_num_threads(1)
+    if PROGRAMS in os.environ:
+        from millstream.lower.kept import records
+
+        records.cache_folder = lambda: Path(os.environ[PROGRAMS])
     if backend == "nccl":
         checks.DEVICE = torch.device("cuda", rank)
         torch.cuda.set_device(rank)

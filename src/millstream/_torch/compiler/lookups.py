@@ -52,7 +52,13 @@ def compile_for(
     compiled = context(function)
     context.callback = convert
     at_last = context(function)
+    if isinstance(function, torch.nn.Module):  # stays one, as others read its attributes
+        compiled.forward = _repeated(compiled.forward, at_last.forward)
+        return compiled  # type: ignore[no-any-return]
+    return _repeated(compiled, at_last)
 
+
+def _repeated(compiled: Callable[..., Any], at_last: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compiled, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         for _ in range(MAX_LOOKUPS):
