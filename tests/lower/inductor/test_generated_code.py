@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import tempfile
 
 import pytest
+import sympy
 import torch
+from torch._inductor.codegen import cpp
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.graph import output_code_log
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import SchedulerNode
 from torch.nn.functional import softmax
+from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 import millstream as ms
 from millstream.lower import compile as lowering
@@ -40,8 +44,28 @@ def pointwise(x):
     return torch.relu(x * 2) + 1
 
 
+X, Y, SIZE = sympy.symbols("x y s", integer=True, nonnegative=True)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *(sympy.Integer(3), X, 4 * X + 3 * Y + 1, -X, X + SIZE * Y, SIZE * X + Y, X * Y, X * X, 2 * (X + Y) + X),
+        *(FloorDiv(X, 16) + X, FloorDiv(X, 3), FloorDiv(Y, 3) + 5 * X, ModularIndexing(X, 1, 16), X - X),
+        *(ModularIndexing(Y, 2, 5) + ModularIndexing(X, 16, 8), FloorDiv(X + Y, 16), sympy.Ge(SIZE, 1024)),
+    ],
+    ids=str,
+)
+def test_strides_are_those_that_inductor_finds(index):
+    find = cpp.stride_at_vec_range
+    with shortcuts():
+        assert cpp.stride_at_vec_range is not find
+        for variable, length in itertools.product((X, Y), (None, 8, 16)):
+            assert cpp.stride_at_vec_range(index, variable, length) == find(index, variable, length)
+
+
 def reductions(x):
-    return softmax(x, -1), x.mean(), (x.transpose(0, 1) * 2).contiguous(), x.var(0)
+    return softmax(x, -1), x.mean(), (x.transpose(0, 1) * 2).contiguous(), x.var(0), torch.cat([x.T, x.T.roll(1, 0)])
 
 
 @pytest.mark.parametrize("function", [pointwise, reductions])
@@ -96,10 +120,10 @@ def test_python_looks_for_garbage_again_after_the_lowering_and_in_a_forked_child
 
 
 def test_shortcuts_end_with_the_lowering():
-    before = DtypePropagationOpsHandler.__init__, SchedulerNode.codegen
+    before = DtypePropagationOpsHandler.__init__, SchedulerNode.codegen, cpp.stride_at_vec_range
     torch._dynamo.reset()
     ms.compile(pointwise, strict=True)(torch.randn(7))
-    assert before == (DtypePropagationOpsHandler.__init__, SchedulerNode.codegen)
+    assert before == (DtypePropagationOpsHandler.__init__, SchedulerNode.codegen, cpp.stride_at_vec_range)
 
 
 @pytest.fixture
