@@ -42,8 +42,10 @@ def compile_for(
         return context(function)  # type: ignore[no-any-return]
 
     def look_again_or_convert(frame: Any, entries: Any, *args: Any) -> Any:
+        if not _begins_a_call(sys._getframe(1)):
+            return convert(frame, entries, *args)
         with compile_lock():
-            if _begins_a_call(sys._getframe(1)) and _is_compiled(frame, backend):
+            if _is_compiled(frame, backend):
                 raise _LookAgainError
             return convert(frame, entries, *args)
 
