@@ -94,6 +94,8 @@ def is_same(now: Any, value: Any) -> bool:
     """Whether two plain values are equal; objects are the same by identity only."""
     if now is value:
         return True
+    if type(now) is type(value) is float:  # asked in each call with a number that changes
+        return not is_other(now, value)
     if type(now) is not type(value) or issubclass(type(now), (torch.SymFloat, torch.SymInt)):  # not to be asked
         return False
     if isinstance(value, tuple):  # item by item: tensors in it would compare their values

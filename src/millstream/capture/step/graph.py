@@ -143,8 +143,10 @@ class StepGraph:
             if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
                 return False
             before, self.numbers = self.numbers, numbers
-            if any(numbers[index] is not before[index] for index, _ in self.hyperparameters):
-                self.tell_hyperparameters()
+            for index, _ in self.hyperparameters:
+                if numbers[index] is not before[index]:
+                    self.tell_hyperparameters()
+                    break
         conditions = self.effects.conditions
         if conditions and any(ask() != answer for ask, answer in conditions):
             return False
