@@ -22,6 +22,7 @@ DEADLINE = 180.0
 """Seconds that a check may take; with more than four processes, longer by as much."""
 
 PROGRAMS = "MILLSTREAM_TEST_PROGRAMS"
+"""The environment variable that tells a process the folder of programs."""
 
 TIMEOUT = timedelta(seconds=40)
 """After which a process that waits for another gives up."""

@@ -265,6 +265,25 @@ def test_a_step_on_the_host_is_checked_by_compiled_code_once_it_has_run_often():
     assert graph not in step.graphs
 
 
+def test_what_compiled_code_cannot_check_is_offered_to_it_once(monkeypatch):
+    offered = []
+
+    def refuse(*args):
+        offered.append(args)
+        raise ValueError("beyond")
+
+    monkeypatch.setattr("millstream.capture.guards.guards.QuickGuards", refuse)
+    native.is_made()
+    native._maker().join(120)
+    model = nn.Linear(4, 3)
+    step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    for _ in range(4 * QUICKEN_EVERY):
+        step(x, y)
+    assert len(offered) == 1
+    assert step.graphs[0].num_runs > 3 * QUICKEN_EVERY
+
+
 @pytest.mark.usefixtures("_on_cpu")
 def test_an_older_graph_notices_that_parameters_were_written():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

@@ -83,10 +83,11 @@ def test_shortcuts_change_no_letter(function, shape, sources, monkeypatch):
 
 def test_switched_off_nothing_is_left_out(monkeypatch):
     monkeypatch.setenv("MILLSTREAM_WITHOUT", "pytorch#1, shortcuts")
-    threshold, generate = gc.get_threshold(), SchedulerNode.codegen
+    threshold, generate, find = gc.get_threshold(), SchedulerNode.codegen, cpp.stride_at_vec_range
     with shortcuts(), no_collections():
         assert gc.get_threshold() == threshold
         assert SchedulerNode.codegen is generate
+        assert cpp.stride_at_vec_range is find
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

@@ -75,7 +75,10 @@ def _repeated(compiled: Callable[..., Any], at_last: Callable[..., Any]) -> Call
 
 def _begins_a_call(caller: FrameType | None) -> bool:
     """Whether Dynamo itself calls what is looked up, so that nothing of the user's call has run before."""
-    return caller is not None and caller.f_code.co_name == "compile_wrapper"
+    from torch._dynamo import eval_frame
+
+    code = None if caller is None else caller.f_code
+    return code is not None and (code.co_name, code.co_filename) == ("compile_wrapper", eval_frame.__file__)
 
 
 def _is_compiled(frame: Any, backend: Callable[..., Any]) -> bool:

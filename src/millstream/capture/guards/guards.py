@@ -12,7 +12,6 @@ microsecond for each tensor. With hundreds of tensors on a device even that is t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from millstream._torch.distributed.data_parallel import NUM_WRAPPED, data_parall
 from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import layout_check
-from millstream.capture.guards.native import QuickGuards, library_if_made, load_library
+from millstream.capture.guards.native import QuickGuards, is_made, load_library
 from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.location import MISSING, Attributes, Items, Location
@@ -167,6 +166,7 @@ class Guards:
         self.num_wrapped = NUM_WRAPPED[0]  # how many data-parallel wrappers there were when last looked at
         self.wrapped = _wrapped()  # by id, parameters that belonged to such at the capture
         self.quick: QuickGuards | None = None
+        self.is_quickened = False  # whether that was tried, be it in vain
         self._slow: list[Check] = []  # those of the checks that have something to look at
         self._quick: list[Check] = []  # likewise, that compiled code does, too
 
@@ -235,15 +235,7 @@ class Guards:
 
     def quicken(self, written: Sequence[Tensor]) -> None:
         """From now on let compiled code look first, where it can be had; it also counts up versions of ``written``."""
-        self._quicken(load_library(), written)
-
-    def quicken_if_ready(self, written: Sequence[Tensor]) -> None:
-        """``quicken``, once the code is compiled, if all holds now."""
-        self._quicken(library_if_made(), written)
-        if not _all_hold(self._quick) or not self.layouts():  # the compiled code takes the memory that it finds
-            self.quick = None
-
-    def _quicken(self, library: ctypes.PyDLL | None, written: Sequence[Tensor]) -> None:
+        self.is_quickened, library = True, load_library()
         if library is None:
             return
         entries = [*self.entries.triples()]
@@ -267,6 +259,13 @@ class Guards:
                 gradients,
                 written,
             )
+
+    def quicken_if_made(self, written: Sequence[Tensor]) -> None:
+        """``quicken``, once the code is compiled, if all holds now."""
+        if is_made():
+            self.quicken(written)
+            if not _all_hold(self._quick) or not self.layouts():  # the compiled code takes the memory that it finds
+                self.quick = None
 
     # --- whether it holds ---------------------------------------------------------------------------------------------
 

@@ -105,9 +105,9 @@ def load_library() -> ctypes.PyDLL | None:
     return library
 
 
-def library_if_made() -> ctypes.PyDLL | None:
-    """The compiled code, or ``None``: then a thread makes it, with what compares arguments, in some seconds."""
-    return None if _maker().is_alive() else load_library()
+def is_made() -> bool:
+    """Whether ``load_library`` need not wait; if not, a thread makes it, and what compares arguments, in seconds."""
+    return not _maker().is_alive()
 
 
 @functools.cache

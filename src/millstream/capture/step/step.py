@@ -239,8 +239,8 @@ class Step(Generic[P, R]):
                     form, given = self._calls.split_numbers(form, numbers)
                 key = key_of(form, arguments)
             if (graph := self._cache.find(key, arguments, given)) is not None:
-                if graph.guards.quick is None and graph.num_runs and not graph.num_runs % QUICKEN_EVERY:
-                    graph.guards.quicken_if_ready(graph.parameters)
+                if not graph.guards.is_quickened and graph.num_runs and not graph.num_runs % QUICKEN_EVERY:
+                    graph.guards.quicken_if_made(graph.parameters)
                     _learn_arguments(graph, self._calls.make(args, kwargs))
                 self._check_if_due(graph, args, kwargs)
                 return self._run_whole(graph, arguments)
