@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import threading
 from pathlib import Path
 
 # Before torch is imported: tiny kernels on two threads wait for each other, and for minutes where cores are shared.
@@ -35,6 +36,10 @@ def _small_heap():
     yield
     torch._dynamo.reset()
     gc.collect()
+    left = [thread for thread in threading.enumerate() if thread.name == "millstream-feed"]
+    for thread in left:  # its feed may have gone just now
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in left), "a feed outlives the file that made it"
     gc.freeze()
 
 

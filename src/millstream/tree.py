@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -206,7 +207,8 @@ Opener = Callable[[Any], "_Branch"]
 _LEAF = "leaf"  # moves
 _STAY = "stay"  # does not
 
-_sorts: dict[type, Any] = {}  # of each type seen so far: _LEAF, _STAY, an Opener, or None for an unknown one
+_sorts: WeakKeyDictionary[type, Any] = WeakKeyDictionary()
+"""Of each type seen so far: _LEAF, _STAY, an Opener, or None for an unknown one."""
 
 
 def _sort(node: Any) -> Any:

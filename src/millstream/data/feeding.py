@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -172,20 +171,19 @@ class Feed:
         depth: How many may be under way.
     """
 
+    _closed = True  # where an interrupt has met ``__init__``
+
     def __init__(self, loader: Iterable[Any], place: Place, options: Options) -> None:
         self.loader, self.place = loader, place
         self.depth = options.depth
         self._options = options
-        self._closed = False
         self._position = Position()
         self._profiler: Profiler | None = None
         self._roll_call: RollCall | None = None
         self._draws, self._refills = DrawWatch(), RefillWatch(options.depth + 1)
         self._shaper = Shaper(pad_last=options.pad_last, lengths=options.lengths)
         self._engine = _Engine()
-        self._finalizer = weakref.finalize(self, self._engine.close, "")
-        # The end of the interpreter is the device context's to order.
-        self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
+        self._closed = False
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass.
@@ -339,7 +337,12 @@ class Feed:
         """
         self._closed = True
         self._engine.close("")
-        self._finalizer.detach()
+
+    def __del__(self) -> None:
+        # A weakref.finalize would keep the engine for ever: by way of the source, what that is made of, and the module
+        # which defines that, it may lead back here.
+        if not self._closed:
+            self._engine.close("")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, also in another process, is a feed of its own; it begins where this one's next pass would."""
@@ -415,20 +418,17 @@ class _Engine:
 class _Pass(Iterator[Any]):
     """The iterator that a loop holds. When the loop drops it, the pass ends."""
 
+    _run: Run | None = None  # also where an interrupt has met ``__init__``
+
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         self.handle = _Handle()
-        self._run: Run | None = None
         self._next: Callable[[], Any] = self._begin_and_ask
-        self._finalizer: weakref.finalize[..., _Pass] | None = None
 
     def begin(self) -> None:
         """Begin the run."""
         self._run = run = self._feed._begin()
         self._next = run.next_item
-        # The run must not refer back to this object, or leaving a loop would not end it.
-        self._finalizer = weakref.finalize(self, _leave, run, self.handle)
-        self._finalizer.atexit = False  # pyrefly: ignore[missing-attribute]
 
     def _begin_and_ask(self) -> Any:
         self.begin()
@@ -467,13 +467,8 @@ class _Pass(Iterator[Any]):
         if run is not None and run.has_ended and not self.handle.is_over:
             self._feed._position.finish(self._feed.loader)
         self.handle.end("")
-        if self._finalizer is not None:
-            # It is reachable for ever. By way of the run it leads to the error, to the frames that this has passed, and
-            # to all their variables.
-            self._finalizer.detach()
 
-
-def _leave(run: Run, handle: _Handle) -> None:
-    if not handle.is_over:
-        handle.end("")
-        run.leave(forever=False)
+    def __del__(self) -> None:  # the run does not refer back to this object, or leaving a loop would not end it
+        if self._run is not None and not self.handle.is_over:
+            self.handle.end("")
+            self._run.leave(forever=False)

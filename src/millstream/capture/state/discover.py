@@ -33,6 +33,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Generator, Tensor, nn
@@ -556,12 +557,18 @@ def _package_of(value: Any) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
-@functools.cache
-def _file_of(kind: Any) -> str:
-    try:
-        return inspect.getfile(kind)
-    except (TypeError, OSError):  # built in, or made in an interactive session
-        return "<frozen>" if kind.__module__ in ("builtins", "collections", "typing") else "<interactive>"
+_files: WeakKeyDictionary[type, str] = WeakKeyDictionary()  # a class holds all of its module, which may be a user's
+
+
+def _file_of(kind: type) -> str:
+    found = _files.get(kind)
+    if found is None:
+        try:
+            found = inspect.getfile(kind)
+        except (TypeError, OSError):  # built in, or made in an interactive session
+            found = "<frozen>" if kind.__module__ in ("builtins", "collections", "typing") else "<interactive>"
+        _files[kind] = found
+    return found
 
 
 def walk_parameters(module: nn.Module, prefix: str) -> Iterator[tuple[str, MutableMapping[str, Any], str, Tensor]]:
