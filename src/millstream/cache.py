@@ -8,6 +8,8 @@ import os
 import re
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +55,36 @@ def write(path: Path, content: str | bytes, mode: int | None = None) -> None:
             if mode is not None:
                 file.chmod(mode)
             file.replace(path)
+
+
+@contextlib.contextmanager
+def alone(path: Path, patience_s: float) -> Iterator[bool]:
+    """Keep other processes out that ask for the same file, as long as this one lives; the file may be empty.
+
+    Where the system has no such lock, the folder is read only, or somebody does not give it back for ``patience_s``,
+    it continues without.
+
+    Yields:
+        Whether another process had it, which may have left what this one wants.
+    """
+    with contextlib.ExitStack() as stack:
+        has_waited = False
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("a"))
+            deadline = time.monotonic() + patience_s
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    has_waited = True
+                    time.sleep(0.01)
+                else:
+                    stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a forked child may have the file, too
+                    break
+        yield has_waited
 
 
 # --- files that are run ----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A program on disk serves exactly what it was lowered for: found by the same step, missed by any other."""
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -8,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -432,3 +434,39 @@ def test_any_device_of_a_kind_finds_what_another_one_made(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert settings("H100", "a-1", "0") == settings("H100", "b-2", "3") != settings("H200", "a-1", "0")
+
+
+@pytest.mark.parametrize("has_lowered", [True, False])
+def test_one_process_lowers_and_others_wait(kept, folder, monkeypatch, has_lowered):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(compiling, "compile_fx", compile_fx)
+    monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
+    programs = {path: path.read_bytes() for path in folder.iterdir()}
+    for path in programs:
+        path.unlink()
+    is_waiting = threading.Event()
+    monkeypatch.setattr(cache.time, "sleep", lambda _: is_waiting.set())
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        for path in programs:  # each open file has its own lock, as those of two processes
+            fcntl.flock(stack.enter_context(path.with_suffix(".lock").open("a")), fcntl.LOCK_EX)
+        waiting = pool.submit(take_steps)
+        assert is_waiting.wait(60)
+        assert not waiting.done()
+        for path, content in programs.items() if has_lowered else ():
+            cache.write_private(path, content)
+        stack.close()  # also where the other process has died
+        with contextlib.nullcontext() if has_lowered else lowered_anew():
+            assert same(waiting.result(60), kept[1])
+
+
+def test_who_is_kept_waiting_for_too_long_lowers(kept, folder, monkeypatch):
+    monkeypatch.setattr(compiling, "compile_fx", compile_fx)
+    monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
+    monkeypatch.setattr("millstream.lower.kept.records.PATIENCE_S", 0.05)
+    fcntl = pytest.importorskip("fcntl")
+    with contextlib.ExitStack() as stack:
+        for path in list(folder.iterdir()):
+            path.unlink()
+            fcntl.flock(stack.enter_context(path.with_suffix(".lock").open("a")), fcntl.LOCK_EX)
+        with lowered_anew():
+            take_steps()

@@ -314,18 +314,40 @@ def _lower(
     options: dict[str, Any],
 ) -> Lowered | LoweredForSizes:
     start = time.perf_counter()
-    symbolic = is_symbolic(inputs)
     check_views(graph)
+    visible = frozenset(_visible_outputs(graph) if phase is Phase.FORWARD else range(len(_outputs(graph))))
     facts = {"phase": str(phase), "static": static, "layout_opt": kwargs.get("layout_opt")}
     record = open_record(graph, inputs, facts, options)
-    if record is not None and (found := record.load()) is not None:
-        _tell_strides(found.strides)
-        visible = frozenset(_visible_outputs(graph) if phase is Phase.FORWARD else range(len(_outputs(graph))))
-        return _as_lowered(_named(found.program, name), phase, visible, start, record)
+    symbolic = False
+    with contextlib.ExitStack() as stack:
+        found = None if record is None else record.load()
+        # Of collectives Inductor may ask all ranks, and none of them may wait for another one here.
+        if record is not None and found is None and not has_collectives(graph.graph):
+            progress.phase("waiting for another process")
+            if stack.enter_context(record.alone()):
+                found = record.load()
+        if found is not None:
+            program = _named(found.program, name)
+            _tell_strides(found.strides)
+        else:
+            program, wrapper, symbolic = _lower_anew(graph, inputs, kwargs, name, phase, static, options)
+            if record is not None:
+                record.save(program, wrapper, _told_strides())
+    return _as_lowered(program, phase, visible, start, record, symbolic=symbolic)
+
+
+def _lower_anew(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+    name: str,
+    phase: Phase,
+    static: frozenset[int],
+    options: dict[str, Any],
+) -> tuple[Program, torch.fx.GraphModule, bool]:
+    """The program of a graph, the wrapper that it was translated from, and whether it is for many sizes."""
+    symbolic = is_symbolic(inputs)
     num_outputs = len(_outputs(graph))
-    visible = frozenset(range(num_outputs))
-    if phase is Phase.FORWARD:
-        visible = frozenset(_visible_outputs(graph))
     launches: Iterable[Launch] = ()
     if phase is Phase.INFERENCE and not symbolic:  # own kernels are chosen by size
         if puts_channels_last(graph):
@@ -357,9 +379,7 @@ def _lower(
         raise LoweringError(
             f"The wrapper returns {len(program.outputs)} values instead of {num_outputs}.", construct=name
         )
-    if record is not None:
-        record.save(program, wrappers[-1], _told_strides())
-    return _as_lowered(program, phase, visible, start, record, symbolic=symbolic)
+    return program, wrappers[-1], symbolic
 
 
 def _as_lowered(

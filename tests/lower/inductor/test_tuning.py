@@ -136,7 +136,7 @@ def test_of_two_that_tune_at_once_one_measures(monkeypatch):
 
     first.benchmark_all_configs = measure_slowly
     waiting = threading.Event()
-    monkeypatch.setattr(tuning.time, "sleep", lambda seconds: (waiting.set(), go_on.set()))
+    monkeypatch.setattr("millstream.cache.time.sleep", lambda seconds: (waiting.set(), go_on.set()))
     keep_choice(first, SOURCE)
     keep_choice(second, SOURCE)
     thread = threading.Thread(target=tune, args=(first, 2))
@@ -151,7 +151,7 @@ def test_of_two_that_tune_at_once_one_measures(monkeypatch):
 
 def test_a_tuner_of_two_programs_does_not_wait_for_itself(monkeypatch):
     waited = []
-    monkeypatch.setattr(tuning.time, "sleep", waited.append)
+    monkeypatch.setattr("millstream.cache.time.sleep", waited.append)
     monkeypatch.setattr(tuning, "PATIENCE_S", 0.1)
     tuner = make_tuner()
     for _ in range(2):

@@ -13,15 +13,13 @@ import contextlib
 import copy
 import hashlib
 import json
-import time
-from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from millstream.cache import cache_folder, write
+from millstream.cache import alone, cache_folder, write
 
 PATIENCE_S = 20.0
 """Longer than it takes to measure a kernel, its compilation included."""
@@ -52,7 +50,7 @@ def keep_choice(tuner: Any, source: str) -> None:
             return
 
         def measure_alone(*args: Any, **kwargs: Any) -> dict[Any, float]:
-            with _alone(path):
+            with alone(path, PATIENCE_S):
                 if (known := _find(tuner, path)) is not None:  # another process has found it meanwhile
                     return {known: 0.0}
                 timings: dict[Any, float] = measure(*args, **kwargs)
@@ -107,28 +105,6 @@ def _find(tuner: Any, path: Path) -> Any:
     """What launches the configuration that was found fastest, if there is such."""
     known = _read(path)
     return next((each for each in _launchers(tuner) if _describe(each.config) == known), None)
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes from measuring the same kernel: each would take what it found itself.
-
-    Where the system has no such lock, or somebody does not give it back for ``PATIENCE_S``, it continues without.
-    """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, ImportError):
-            import fcntl
-
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(path.open("a"))
-            deadline = time.monotonic() + PATIENCE_S
-            while time.monotonic() < deadline:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(0.01)
-        yield
 
 
 def _describe(config: Any) -> Choice:

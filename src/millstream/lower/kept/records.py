@@ -18,8 +18,8 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from millstream._torch.compiler.expressions import guards_of, hold_guards, symbols_of
-from millstream.cache import cache_folder, limit_bytes, read_private, trim, write_private
+from millstream.cache import alone, cache_folder, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
 from millstream.lower.inductor.fx_wrapper import SOURCES, GeneratedKernel, Sources
 from millstream.lower.kept.encoding import Decoder, Encoder
@@ -42,6 +42,8 @@ Line = tuple[str, str]  # the user's line, and the module
 NO_LINE: Line = ("", "")
 MOST_VARIANTS = 4
 """Of a graph with symbolic sizes, for which different things were decided."""
+PATIENCE_S = 600.0
+"""For another process that lowers the same program. One that dies lets others go on at once."""
 Strides = list[Any]  # of the results, as Inductor tells AOT autograd
 
 
@@ -115,6 +117,21 @@ class Record:
             constants = {id(value) for value in found.program.constants.values()}
             self.used = {name for name, value in self.attributes.items() if id(value) in constants}
         return found
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Let one process lower the program and others wait for it: the ranks of a job, and jobs begun together.
+
+        Yields:
+            Whether this one has waited; then the program may be there.
+        """
+        path = _path(self.digest, 0).with_suffix(".lock")
+        with alone(path, PATIENCE_S) as has_waited:
+            try:
+                yield has_waited
+            finally:
+                with suppress(OSError):
+                    path.unlink()
 
     def save(self, program: Program, wrapper: torch.fx.GraphModule, strides: Strides) -> None:
         """Write the program that the graph has become.
