@@ -57,9 +57,9 @@ def programs_of_this_run(tmp_path_factory):
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def lowered_once(programs_of_this_run):
-    """For files about running programs, not about lowering them: a graph that was lowered before in this run is found.
+    """For tests about running programs, not about lowering them: a graph that was lowered before in this run is found.
 
     They come back from disk, as in a user's second process. Compiled code of the library stays where it is.
     """

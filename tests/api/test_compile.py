@@ -130,6 +130,7 @@ def test_every_shape_gets_its_graph_and_the_oldest_gives_memory_back():
     assert len(executables(compiled)) == 3
 
 
+@pytest.mark.usefixtures("lowered_once")
 @pytest.mark.parametrize("engine", ["serial", "threads"])
 @pytest.mark.parametrize("kind", [networks.Mlp, networks.ResNet])
 def test_batches_without_rows(kind, engine):

@@ -117,6 +117,7 @@ def test_a_disk_that_is_full_costs_no_older_checkpoint(eager, monkeypatch, capsy
     assert [(each.name, each.read_bytes()) for each in Path().iterdir()] == [("a.pt", before)]
 
 
+@pytest.mark.usefixtures("lowered_once")
 @pytest.mark.parametrize("job", JOBS)
 def test_resume_is_exact(job):
     assert run("train", job, "--steps 8 --checkpoint whole.pt") == 0

@@ -83,7 +83,6 @@ def test_inference_gives_the_bits_of_the_serial_engine(kind):
 
 
 @pytest.mark.parametrize("kind", networks.ALL)
-@pytest.mark.usefixtures("scalar_loops")
 def test_training_steps_give_the_bits_of_the_serial_engine(kind):
     runs = []
     for engine in ("serial", "threads"):

@@ -75,6 +75,7 @@ def assert_refused(step, training, size):
         assert all(parameter.grad is None for parameter in training.model.parameters())
 
 
+@pytest.mark.usefixtures("lowered_once")
 @pytest.mark.parametrize("engine", ["serial", "threads"])
 def test_what_kernels_refuse_changes_nothing(engine):
     ours, eager = Training(), Training()

@@ -58,6 +58,7 @@ class Training:
         return [*self.model.state_dict().values(), *counts, torch.tensor(self.scheduler.last_epoch)]
 
 
+@pytest.mark.usefixtures("lowered_once")
 @pytest.mark.parametrize("engine", ["serial", "threads"])
 def test_a_step_that_a_signal_meets_is_whole(engine, handle):
     ours, eager = Training(), Training()

@@ -284,6 +284,7 @@ def text_step(wrap):
     return model, wrap(step)
 
 
+@pytest.mark.usefixtures("lowered_once")
 def test_engines_give_the_same_bits_at_each_size_and_keep_few_ready(monkeypatch):
     monkeypatch.setattr(by_size, "MOST_SIZES", 3)
     wraps = [lambda step, engine=engine: ms.step(step, engine=engine, strict=True) for engine in ("serial", "threads")]

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ def shortcuts() -> Iterator[None]:
     - A vectorised loop gets a kernel for what is left over behind the last full vector, also where that is nothing;
       such a kernel is generated and dropped. Here it stays empty.
     - By how much an index grows with a variable is asked for every access and variable, and answered by SymPy's
-      ``simplify``. Where the variable is only multiplied by a number, that number is the answer.
+      ``simplify``. Where the variable is only multiplied by a number, that number is the answer. Where values of the
+      variable show that the growth is no number, as in windows of a pooling, nobody asks for more than that.
 
     Not for several threads at once: Inductor itself compiles under one lock.
     """
@@ -50,8 +52,10 @@ def shortcuts() -> Iterator[None]:
     find = cpp.stride_at_vec_range
 
     def find_stride(index: sympy.Expr, var: sympy.Symbol, vec_length: int | None = None) -> sympy.Expr:
-        factor = _factor_of(var, index)
-        return find(index, var, vec_length) if factor is None else factor
+        found = _factor_of(var, index)
+        if found is None:
+            found = _growth_with(var, index, vec_length)
+        return find(index, var, vec_length) if found is None else found
 
     with (
         replaced(DtypePropagationOpsHandler, "__init__", lambda self: None),
@@ -96,6 +100,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_collect_again)
 
 
+_simplify_in_vector = vars(sys.modules[cpp.stride_at_vec_range.__module__])["simplify_index_in_vec_range"]
+"""In torch 2.11 it is in another module than in 2.13."""
+
+
 @functools.lru_cache(maxsize=10_000)
 def _factor_of(var: sympy.Symbol, index: sympy.Expr) -> sympy.Integer | None:
     """The number that ``var`` is multiplied by in ``index``, zero where it is not in it; ``None`` if it is in more."""
@@ -107,6 +115,18 @@ def _factor_of(var: sympy.Symbol, index: sympy.Expr) -> sympy.Integer | None:
                 return None
             found += factor
     return found  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=10_000)
+def _growth_with(var: sympy.Symbol, index: Any, vec_length: int | None) -> sympy.Expr | None:
+    """By how much ``index`` grows with ``var``, as it comes, if that depends on ``var`` itself; else ``None``."""
+    if vec_length:
+        index = _simplify_in_vector(index, var, vec_length)
+    growth = index.xreplace({var: var + sympy.S.One}) - index
+    others = dict.fromkeys(growth.free_symbols - {var}, sympy.S.One)
+    values = (growth.xreplace({**others, var: sympy.Integer(value)}) for value in range(2 * (vec_length or 4)))
+    first = next(values)
+    return growth if first.is_Integer and any(value.is_Integer and value != first for value in values) else None
 
 
 def _is_for_nothing(kernel: Any) -> bool:
