@@ -34,7 +34,7 @@ from millstream._torch.tracing import traces_unnoticed
 from millstream.errors import ArgumentError, LoweringError, MillstreamError, did_you_mean
 from millstream.lower import workarounds
 from millstream.lower.convolutions.horizontal_fusion import find_joint_launches, fuse_horizontally
-from millstream.lower.convolutions.kernels.ahead import Launch, compiling
+from millstream.lower.convolutions.kernels.async_compile import Launch, compiling
 from millstream.lower.convolutions.passes.channels import align_channels, puts_channels_last
 from millstream.lower.convolutions.passes.conversions import take_conversions
 from millstream.lower.convolutions.passes.epilogues import absorb_epilogues, knows_own_convolutions

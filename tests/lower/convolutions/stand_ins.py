@@ -14,7 +14,7 @@ from millstream.engine.source import compile_plan
 from millstream.lower import translate
 from millstream.lower.convolutions import horizontal_fusion, split_k, writers
 from millstream.lower.convolutions.horizontal_fusion import Family
-from millstream.lower.convolutions.kernels import ahead, dense, depthwise
+from millstream.lower.convolutions.kernels import async_compile, dense, depthwise
 from millstream.lower.convolutions.kernels.dense import CONVOLVE, Dense
 from millstream.lower.convolutions.kernels.depthwise import CONVOLVE_DEPTHWISE, Depthwise
 from millstream.lower.convolutions.kernels.weights import CONVERT, Conversion
@@ -31,7 +31,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(writers, "_on_device", lambda image: True)
     monkeypatch.setattr(writers, "_has_triton", lambda: True)
     monkeypatch.setattr(writers, "_cudnn_layout", lambda *arguments: torch.channels_last)
-    monkeypatch.setattr(ahead, "_asynchronous_mode", lambda: None)  # stand-ins are not Triton's
+    monkeypatch.setattr(async_compile, "_asynchronous_mode", lambda: None)  # stand-ins are not Triton's
 
 
 def convolve_dense(*arguments, out):

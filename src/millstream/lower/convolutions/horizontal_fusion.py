@@ -24,7 +24,7 @@ from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 from millstream.graph import Kernel, KernelGraph, derive_dependencies
-from millstream.lower.convolutions.kernels.ahead import Launch
+from millstream.lower.convolutions.kernels.async_compile import Launch
 from millstream.lower.convolutions.kernels.dense import (
     Dense,
     convolve_dense,

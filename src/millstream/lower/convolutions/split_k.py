@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from millstream.graph import Buffer, Kernel, Role
-from millstream.lower.convolutions.kernels.ahead import Launch
+from millstream.lower.convolutions.kernels.async_compile import Launch
 from millstream.lower.convolutions.kernels.dense import (
     Dense,
     convolve_dense,

@@ -21,7 +21,7 @@ import torch
 from torch.utils._triton import has_triton
 
 from millstream.lower.convolutions.horizontal_fusion import FAMILIES, Own, divide
-from millstream.lower.convolutions.kernels.ahead import Launch
+from millstream.lower.convolutions.kernels.async_compile import Launch
 from millstream.lower.convolutions.kernels.dense import (
     ALIGNED_CHANNELS,
     CONVOLVE,

@@ -14,7 +14,7 @@ from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.graph import KernelKind, derive_dependencies
 from millstream.lower.convolutions import writers
-from millstream.lower.convolutions.kernels import ahead, dense
+from millstream.lower.convolutions.kernels import async_compile, dense
 from millstream.lower.convolutions.kernels.dense import CONVOLVE, convolve_dense
 from millstream.lower.convolutions.passes import epilogues
 from millstream.lower.convolutions.passes.channels import align_channels
@@ -33,7 +33,7 @@ def ours(monkeypatch):
     """Take every device for one where our kernels can be had, and doubles for half precision."""
     monkeypatch.setattr(epilogues, "may_be_ours", lambda image: True)
     monkeypatch.setattr(dense, "_DTYPES", (DOUBLE,))
-    monkeypatch.setattr(ahead, "_asynchronous_mode", lambda: None)  # stand-ins are not Triton's
+    monkeypatch.setattr(async_compile, "_asynchronous_mode", lambda: None)  # stand-ins are not Triton's
 
 
 def absorbed(model, x):

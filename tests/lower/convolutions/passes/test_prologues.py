@@ -12,7 +12,7 @@ import millstream as ms
 from millstream.api import executables
 from millstream.graph import KernelKind
 from millstream.lower.convolutions import writers
-from millstream.lower.convolutions.kernels import ahead, dense, depthwise
+from millstream.lower.convolutions.kernels import async_compile, dense, depthwise
 from millstream.lower.convolutions.kernels.dense import CONVOLVE
 from millstream.lower.convolutions.kernels.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise
 from millstream.lower.convolutions.passes import epilogues, prologues
@@ -35,7 +35,7 @@ def ours(monkeypatch):
         monkeypatch.setattr(module, "may_be_ours", lambda image: True)
     for module in (dense, depthwise):
         monkeypatch.setattr(module, "_DTYPES", (DOUBLE,))
-    monkeypatch.setattr(ahead, "_asynchronous_mode", lambda: None)  # stand-ins are not Triton's
+    monkeypatch.setattr(async_compile, "_asynchronous_mode", lambda: None)  # stand-ins are not Triton's
 
 
 def absorbed(function, *convolutions, size=(2, 16, 6, 7)):

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
-from millstream.lower.convolutions.kernels.ahead import Launch, pointers
+from millstream.lower.convolutions.kernels.async_compile import Launch, pointers
 from millstream.lower.convolutions.kernels.dense_tiles import (
     SPLIT_TILE,
     ceil_div,
@@ -25,7 +25,7 @@ from millstream.lower.convolutions.kernels.dense_tiles import (
     is_pointwise,
     num_pixels,
 )
-from millstream.lower.convolutions.kernels.early import early_start
+from millstream.lower.convolutions.kernels.dependent_launch import dependent_launch_options
 
 ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 KEPT_AT_ONCE = 2  # of the channels that are wanted of a result there are a multiple of so many
@@ -222,7 +222,7 @@ def launch_dense(convolutions: Sequence[Dense], num_splits: int = 1) -> Launch:
         "TILE_DEPTH": tile.depth,
         "IS_HALVED": tile.depth > _DEPTH_OF_SUM,
         "IS_SPLIT": num_splits > 1,
-        **early_start(image.device),
+        **dependent_launch_options(image.device),
         "num_warps": _NUM_WARPS,
         "num_stages": tile.stages,
     }
@@ -247,7 +247,7 @@ def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> Launch:
         "KEPT_AT_ONCE": KEPT_AT_ONCE,
         "TILE_PIXELS": _REDUCED_PIXELS,
         "TILE_CHANNELS": _REDUCED_CHANNELS,
-        **early_start(partials.device),
+        **dependent_launch_options(partials.device),
         "num_warps": _NUM_WARPS,
     }
     grid = (ceil_div(pixels, _REDUCED_PIXELS), ceil_div(outputs, _REDUCED_CHANNELS), len(rests))

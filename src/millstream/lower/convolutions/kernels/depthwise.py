@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from millstream.lower.convolutions.kernels.ahead import Launch, pointers
-from millstream.lower.convolutions.kernels.early import early_start
+from millstream.lower.convolutions.kernels.async_compile import Launch, pointers
+from millstream.lower.convolutions.kernels.dependent_launch import dependent_launch_options
 
 MOST_OUTPUTS = 2_500_000
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
@@ -149,7 +149,7 @@ def launch_depthwise(convolutions: Sequence[Depthwise]) -> Launch:
         "RUN": _RUN,
         "TILE_RUNS": doubled * _TILE_RUNS,
         "TILE_CHANNELS": _TILE_CHANNELS,
-        **early_start(image.device),
+        **dependent_launch_options(image.device),
         "num_warps": doubled * _NUM_WARPS,
     }
     return Launch(depthwise, grid, arguments, constants)

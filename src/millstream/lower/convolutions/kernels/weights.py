@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from millstream.lower.convolutions.kernels.ahead import Launch, pointers
+from millstream.lower.convolutions.kernels.async_compile import Launch, pointers
 from millstream.lower.convolutions.kernels.dense_tiles import ceil_div
-from millstream.lower.convolutions.kernels.early import early_start
+from millstream.lower.convolutions.kernels.dependent_launch import dependent_launch_options
 
 _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest store
 _TILE = 4096  # numbers
@@ -89,7 +89,7 @@ def launch_conversions(conversions: Sequence[Conversion]) -> Launch:
         "TILE_OUTPUTS": tile_outputs,
         "TILE_INPUTS": tile_inputs,
         "TILE_TAPS": tile_taps,
-        **early_start(weights[0].device),
+        **dependent_launch_options(weights[0].device),
         "num_warps": _NUM_WARPS,
     }
     return Launch(convert, (firsts[-1], 1, 1), arguments, constants)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from millstream.lower.convolutions import writers
-from millstream.lower.convolutions.kernels import ahead
-from millstream.lower.convolutions.kernels.ahead import Launch, compiling, pointers
+from millstream.lower.convolutions.kernels import async_compile
+from millstream.lower.convolutions.kernels.async_compile import Launch, compiling, pointers
 from tests.lower.convolutions.stand_ins import graph_of, pretended_gpu  # noqa: F401
 
 
@@ -52,7 +52,7 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def mode(monkeypatch):
     begun.clear()
-    monkeypatch.setattr(ahead, "_asynchronous_mode", lambda: Mode)
+    monkeypatch.setattr(async_compile, "_asynchronous_mode", lambda: Mode)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
@@ -102,7 +102,7 @@ def test_a_kernel_that_cannot_be_compiled_hinders_no_other():
 
 
 def test_without_triton_nobody_is_asked(monkeypatch):
-    monkeypatch.setattr(ahead, "_asynchronous_mode", lambda: None)
+    monkeypatch.setattr(async_compile, "_asynchronous_mode", lambda: None)
     with compiling(pytest.fail("asked") for _ in range(1)):
         pass
 
