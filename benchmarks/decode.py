@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks import shapes
 from benchmarks.cases.models import Inference, InferenceCase
 from benchmarks.measuring.baselines import InferenceJudge, build_inference
-from benchmarks.measuring.equality import Verdict
+from benchmarks.measuring.equality import Comparison
 from benchmarks.measuring.ours import build_inference as build_ours
 from benchmarks.measuring.results import Row
 from benchmarks.measuring.sides import Side, build_each, compare
@@ -101,7 +101,7 @@ def reading(problem: Inference) -> Side:
     """A pass over as many bytes as the model's weights are."""
     num_bytes = sum(each.numel() * each.element_size() for each in problem.model.parameters())
     memory = torch.ones(num_bytes // 4, dtype=torch.float32, device=problem.device)
-    return Side("reading the weights", Verdict(True, 0.0), memory.sum, memory.sum)
+    return Side("reading the weights", Comparison(True, 0.0), memory.sum, memory.sum)
 
 
 @torch.no_grad()

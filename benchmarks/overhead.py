@@ -80,12 +80,12 @@ def run_step(case: TrainingCase, settings: Settings) -> list[Row]:
 
 def host_rows(case: str, mine: Side, peers: list[Side | Failure], settings: Settings) -> list[Row]:
     """Time calls (of captured peers: replays) and our own replay in turn on the host."""
-    facts = Row(case, "host call", kernels=mine.executable.num_kernels, equal=mine.verdict.equal)
-    if not mine.verdict.equal:
-        return [replace(facts, note=f"not timed: {mine.verdict.reason}")]
+    facts = Row(case, "host call", kernels=mine.executable.num_kernels, equal=mine.comparison.equal)
+    if not mine.comparison.equal:
+        return [replace(facts, note=f"not timed: {mine.comparison.reason}")]
     assert mine.replay is not None
     runs = {"ours": mine.call, OWN_REPLAY: mine.replay}
-    runs |= {peer.name: peer.replay or peer.call for peer in peers if isinstance(peer, Side) and peer.verdict.equal}
+    runs |= {peer.name: peer.replay or peer.call for peer in peers if isinstance(peer, Side) and peer.comparison.equal}
     clocks = {name: host_clock(run, settings.device) for name, run in runs.items()}
     # Ours and its bare replay in turn by themselves, as in a training loop; milliseconds of a peer's Python in between
     # would empty the host's caches. Then the peers, likewise.
@@ -108,7 +108,7 @@ def host_rows(case: str, mine: Side, peers: list[Side | Failure], settings: Sett
 
 def problem_of(peer: Side | Failure) -> str:
     """Why a peer cannot be timed; empty when it can."""
-    return peer.reason if isinstance(peer, Failure) else peer.verdict.reason
+    return peer.reason if isinstance(peer, Failure) else peer.comparison.reason
 
 
 def run_plan(num_kernels: int, settings: Settings) -> list[Row]:

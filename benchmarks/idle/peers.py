@@ -1,4 +1,4 @@
-"""What other tools' rules say of the records that suite ``idle`` has kept (``--keep``), beside our verdicts.
+"""What other tools' rules say of the records that suite ``idle`` has kept (``--keep``), beside our outcomes.
 
 *HolisticTraceAnalysis* (``pip install HolisticTraceAnalysis``) reads the records as the trace that torch.profiler would
 have written: it splits each stream's idle time into waiting for the host, for the next kernel, and other. *Nsight
@@ -117,9 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = analyse(recording)
         site = found.leading.site if found.leading is not None else None
         line = f"{Path(site.file).name}:{site.line}" if site is not None else ""
-        verdict = f"{found.severity} {found.leading.cause if found.leading is not None else ''}".strip()
+        outcome = f"{found.severity} {found.leading.cause if found.leading is not None else ''}".strip()
         planted = ", ".join(case.causes) or "nothing"
-        rows.append((case.name, planted, verdict, line, ask_hta(recording), "; ".join(nsys_rules(found)) or "none"))
+        rows.append((case.name, planted, outcome, line, ask_hta(recording), "; ".join(nsys_rules(found)) or "none"))
         print(rows[-1], flush=True)
     (options.out / "idle_peers.md").write_text(to_markdown(rows), encoding="utf-8")
     return 0

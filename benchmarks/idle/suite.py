@@ -1,6 +1,6 @@
 """Scripts with a planted cause of idle time, their fixed twins, and clean ones, each under ``millstream profile``.
 
-Of each: whether the verdict names the cause, whether its time is on the planted lines, what was promised beside what
+Of each: whether the outcome names the cause, whether its time is on the planted lines, what was promised beside what
 the twin gains, and what looking cost. A clean script runs ``--repeats`` times, and its last recording is judged again
 with 20 kinds of jitter. The scripts are in ``tests/insight/scripts``; some mean nothing without a GPU.
 """
@@ -47,7 +47,7 @@ class Case:
 
     Attributes:
         name: Of its file.
-        causes: Of which the verdict must name one; none where there must be no HIGH or MODERATE verdict.
+        causes: Of which the outcome must name one; none where there must be no HIGH or MODERATE outcome.
         markers: Texts of lines that are to blame.
         needs_gpu: Without one there is nothing to find.
         arguments: Of the script.
@@ -154,10 +154,10 @@ def judge(case: Case, profiled: Run, plain: Run, twin: Run) -> dict[str, Any]:
     row: dict[str, Any] = {"case": case.name, "expected": list(case.causes), "plain_ms": plain.step_ms}
     row["error"] = "; ".join(run.error for run in (profiled, plain, twin) if run.error)
     if report is None:
-        return row | {"verdict": "no report", "is_right": False}
+        return row | {"outcome": "no report", "is_right": False}
     leading = report["leading"]
     cause = leading["cause"] if leading else ""
-    row["verdict"] = f"{report['severity']} {cause}".strip()
+    row["outcome"] = f"{report['severity']} {cause}".strip()
     row["why_unreliable"] = report["why_unreliable"]
     row["is_right"] = (
         cause in case.causes and report["severity"] == "HIGH" if case.causes else report["severity"] == "healthy"
@@ -243,7 +243,7 @@ def to_markdown(rows: Sequence[dict[str, Any]], device: str) -> str:
         "",
         f"`python -m benchmarks.idle` on {device}. Times are milliseconds a step by the scripts' own clocks.",
         "",
-        f"- Right verdict: {sum(r['is_right'] for r in planted)} of {len(planted)} planted, "
+        f"- Right outcome: {sum(r['is_right'] for r in planted)} of {len(planted)} planted, "
         f"{sum(r['is_right'] for r in clean)} of {len(clean)} clean "
         f"in {sum(len(r.get('runs', ())) for r in clean)} runs; "
         f"{sum(r.get('alarms', 0) for r in clean)} alarms in {sum('alarms' in r for r in clean) * NUM_JITTERED} "
@@ -263,7 +263,7 @@ def to_markdown(rows: Sequence[dict[str, Any]], device: str) -> str:
 
 
 _COLUMNS = (
-    *("script", "verdict", "right", "right line", "step", "twin", "promised", "gained"),
+    *("script", "outcome", "right", "right line", "step", "twin", "promised", "gained"),
     *("window slower", "always on", "later steps", "unknown", "report s"),
 )
 
@@ -273,7 +273,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     shares = (share(row.get(name), 1) for name in ("looking_slowed", "always_on", "after_windows", "unknown"))
     report = number(row.get("report_s"))
     right = "yes" if row["is_right"] else "NO"
-    return row["case"], row["verdict"], right, share(row.get("right_line")), *times, *shares, report
+    return row["case"], row["outcome"], right, share(row.get("right_line")), *times, *shares, report
 
 
 def number(value: float | None) -> str:
@@ -292,7 +292,7 @@ def run_all(cases: Sequence[Case], device: str, options: argparse.Namespace, fol
     for case in cases:
         wanted = [kind for kind in KINDS if kind in kinds] if case.causes else ["profiled"] * options.repeats
         runs: dict[str, Run] = dict.fromkeys(KINDS, Run(None, None))
-        verdicts = []
+        outcomes = []
         for kind in wanted:
             if time.monotonic() - began > options.budget_seconds:
                 runs[kind] = runs[kind] if runs[kind].report else Run(None, None, f"{kind}: no time was left")
@@ -300,10 +300,10 @@ def run_all(cases: Sequence[Case], device: str, options: argparse.Namespace, fol
             runs[kind] = run_apart(kind, case, folder, device)
             report = runs[kind].report
             if kind == "profiled" and report is not None:
-                verdicts.append(report["severity"])
-        row = judge(case, *runs.values()) | {"runs": verdicts}
+                outcomes.append(report["severity"])
+        row = judge(case, *runs.values()) | {"runs": outcomes}
         if not case.causes and runs["profiled"].report is not None:
-            row["is_right"] = all(verdict == Severity.HEALTHY for verdict in verdicts)
+            row["is_right"] = all(outcome == Severity.HEALTHY for outcome in outcomes)
             row["alarms"] = count_alarms(folder / f"{case.name}.profiled.pickle.gz")
         yield row
 

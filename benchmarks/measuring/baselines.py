@@ -36,7 +36,7 @@ from torch._inductor import config as inductor_config
 from torch.optim import Optimizer
 
 from benchmarks.cases.models import Batch, Inference, Training
-from benchmarks.measuring.equality import Judge, Results, Verdict, check_dependence
+from benchmarks.measuring.equality import Comparison, Judge, Results, check_dependence
 from benchmarks.measuring.harness import MemoryMeter, Run, full_precision, queue_behind_spin, sound_pools
 from benchmarks.measuring.sides import WARM_CALLS, Side, capture, timed
 
@@ -61,12 +61,12 @@ class InferenceJudge:
         self._judge = Judge({"outputs": precise}, {"outputs": eager}, problem.dtype)
         check_dependence(eager, {"output": problem.model(*problem.first)}, self._judge.allowed)
 
-    def judge(self, call: Call, replay: Run | None) -> Verdict:
+    def judge(self, call: Call, replay: Run | None) -> Comparison:
         """Judge a call on fresh inputs, then a bare replay whose output was spoilt before, after other work."""
         output = call(*self._problem.second)
-        verdict = self._judge.judge({"outputs": {"output": output}})
-        if not verdict.equal or replay is None or self._problem.device.type != "cuda":
-            return verdict
+        comparison = self._judge.judge({"outputs": {"output": output}})
+        if not comparison.equal or replay is None or self._problem.device.type != "cuda":
+            return comparison
 
         def spoil_and_replay() -> None:
             output.fill_(float("nan"))
@@ -116,8 +116,8 @@ def _build_inference(problem: Inference, name: str, judge: InferenceJudge | None
     if name == "inductor graph" and plan_memory:
         planned = torch.compile(model, fullgraph=True, dynamic=False, options=MEMORY_PLANNING)
         peak = smaller_peak(peak, lambda: capture_called(planned, inputs, device))
-    verdict = judge.judge(call, replay) if judge else Verdict(True, 0.0)
-    return Side(name, verdict, lambda: call(*problem.second), replay, build_s, peak)
+    comparison = judge.judge(call, replay) if judge else Comparison(True, 0.0)
+    return Side(name, comparison, lambda: call(*problem.second), replay, build_s, peak)
 
 
 def captured_function(model: nn.Module, name: str) -> Call:
@@ -258,7 +258,7 @@ class TrainingJudge:
         named = {f"loss {i}": loss for i, loss in enumerate(taken)}
         return {"losses": named, **side.state()}
 
-    def judge(self, results: Results, *, losses_only: bool = False) -> Verdict:
+    def judge(self, results: Results, *, losses_only: bool = False) -> Comparison:
         """Judge the results of a side; by its losses only where its parameters have other names."""
         return self._losses.judge(results) if losses_only else self._judge.judge(results)
 
@@ -291,12 +291,12 @@ def build_training(
         setattr(side.optimizer, "step", torch.compile(side.optimizer.step))  # noqa: B010 - a method, to a type checker
     step = problem.make_step(run, side.optimizer)
     loss, build_s = timed(lambda: step(*problem.batches[0]), problem.device)
-    verdict = Verdict(True, 0.0)
+    comparison = Comparison(True, 0.0)
     if judge:
-        verdict = judge.judge(judge.results(side, step, losses=(loss.detach(),)), losses_only=name == "cudnn")
+        comparison = judge.judge(judge.results(side, step, losses=(loss.detach(),)), losses_only=name == "cudnn")
     for _ in range(WARM_CALLS):
         step(*problem.batches[1])
-    return Side(name, verdict, lambda: step(*problem.batches[1]), None, build_s)
+    return Side(name, comparison, lambda: step(*problem.batches[1]), None, build_s)
 
 
 def build_step_graph(problem: Training, judge: TrainingJudge | None, name: str, *, plan_memory: bool) -> Side:
@@ -306,11 +306,11 @@ def build_step_graph(problem: Training, judge: TrainingJudge | None, name: str, 
     peak = captured.peak_bytes
     if plan_memory:
         peak = smaller_peak(peak, lambda: capture_step(problem, {**options, **MEMORY_PLANNING})[2])
-    verdict = Verdict(True, 0.0)
+    comparison = Comparison(True, 0.0)
     if judge:
-        verdict = judge.judge(judge.results(side, captured.call, captured.replay, (first_loss,)))
+        comparison = judge.judge(judge.results(side, captured.call, captured.replay, (first_loss,)))
     call = captured.call
-    return Side(name, verdict, lambda: call(*problem.batches[1]), captured.replay, captured.build_s, peak)
+    return Side(name, comparison, lambda: call(*problem.batches[1]), captured.replay, captured.build_s, peak)
 
 
 def capture_step(problem: Training, options: dict[str, Any]) -> tuple[Trainee, Tensor, Captured]:

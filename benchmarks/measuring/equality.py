@@ -36,7 +36,7 @@ TF32_EPS = 2.0**-10
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """What was found; ``reason`` is empty when equal."""
 
     equal: bool
@@ -70,11 +70,11 @@ class Judge:
         for name, group in self._groups.items():
             group.hear(eager[name])
 
-    def judge(self, results: Results) -> Verdict:
-        """Compare the results of a side; the verdict is that of the first group that differs."""
-        verdicts = [group.judge(results[name]) for name, group in self._groups.items()]
-        wrong = [verdict for verdict in verdicts if not verdict.equal]
-        return wrong[0] if wrong else Verdict(True, max(verdict.error for verdict in verdicts))
+    def judge(self, results: Results) -> Comparison:
+        """Compare the results of a side; the comparison is that of the first group that differs."""
+        comparisons = [group.judge(results[name]) for name, group in self._groups.items()]
+        wrong = [comparison for comparison in comparisons if not comparison.equal]
+        return wrong[0] if wrong else Comparison(True, max(comparison.error for comparison in comparisons))
 
 
 class _GroupJudge:
@@ -101,20 +101,22 @@ class _GroupJudge:
             self._runs.append(distances)
             self._allow()
 
-    def judge(self, results: Tensors) -> Verdict:
+    def judge(self, results: Tensors) -> Comparison:
         if not self.eager_error <= HOPELESS:
-            return Verdict(False, self.eager_error, f"eager itself is {self.eager_error:.2g} off a precise run")
+            return Comparison(False, self.eager_error, f"eager itself is {self.eager_error:.2g} off a precise run")
         if results.keys() != self._precise.keys():
-            return Verdict(False, float("inf"), f"other results: {sorted(results.keys() ^ self._precise.keys())[:4]}")
+            return Comparison(
+                False, float("inf"), f"other results: {sorted(results.keys() ^ self._precise.keys())[:4]}"
+            )
         distances = self._distances(results)
         error = norm(distances) / self._scale
         if not error <= self.allowed:
-            return Verdict(False, error, f"differs from eager: error {error:.2g}, allowed {self.allowed:.2g}")
+            return Comparison(False, error, f"differs from eager: error {error:.2g}, allowed {self.allowed:.2g}")
         for name, allowed in self._allowed_of.items():
             one = distances[name] / self._scale_of[name]
             if not one <= allowed:
-                return Verdict(False, error, f"{name} differs from eager: error {one:.2g}, allowed {allowed:.2g}")
-        return Verdict(True, error)
+                return Comparison(False, error, f"{name} differs from eager: error {one:.2g}, allowed {allowed:.2g}")
+        return Comparison(True, error)
 
     def _allow(self) -> None:
         """Derive from eager's runs what is forgiven."""

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.cases.models import Inference, Training
 from benchmarks.measuring.baselines import InferenceJudge, TrainingJudge, trainee
-from benchmarks.measuring.equality import Verdict
+from benchmarks.measuring.equality import Comparison
 from benchmarks.measuring.harness import MemoryMeter, Run, sound_pools
 from benchmarks.measuring.sides import WARM_CALLS, Side, timed
 
@@ -22,10 +22,10 @@ def build_inference(problem: Inference, judge: InferenceJudge | None = None, *, 
     executable = only_executable(compiled)
     meter = measure_capture(executable, lambda: compiled(*problem.first), problem.device)
     replay = executable.replay if problem.device.type == "cuda" else None
-    verdict = judge.judge(compiled, replay) if judge else Verdict(True, 0.0)
+    comparison = judge.judge(compiled, replay) if judge else Comparison(True, 0.0)
     for _ in range(WARM_CALLS):
         compiled(*problem.second)
-    return ours(verdict, lambda: compiled(*problem.second), replay, build_s, meter.peak_bytes, executable)
+    return ours(comparison, lambda: compiled(*problem.second), replay, build_s, meter.peak_bytes, executable)
 
 
 def build_training(problem: Training, judge: TrainingJudge | None = None) -> Side:
@@ -43,11 +43,11 @@ def build_training(problem: Training, judge: TrainingJudge | None = None) -> Sid
     losses += more
     executable = only_executable(step)
     replay = executable.replay if problem.device.type == "cuda" else None
-    verdict = judge.judge(judge.results(side, step, replay, tuple(losses))) if judge else Verdict(True, 0.0)
+    comparison = judge.judge(judge.results(side, step, replay, tuple(losses))) if judge else Comparison(True, 0.0)
     meter = measure_capture(executable, lambda: step(*problem.batches[1]), problem.device)
     for _ in range(WARM_CALLS):
         step(*problem.batches[1])
-    return ours(verdict, lambda: step(*problem.batches[1]), replay, build_s, meter.peak_bytes, executable)
+    return ours(comparison, lambda: step(*problem.batches[1]), replay, build_s, meter.peak_bytes, executable)
 
 
 def measure_capture(executable: Any, call: Run, device: torch.device) -> MemoryMeter:
@@ -60,10 +60,10 @@ def measure_capture(executable: Any, call: Run, device: torch.device) -> MemoryM
 
 
 def ours(
-    verdict: Verdict, call: Run, replay: Run | None, build_s: float, peak_bytes: int | None, executable: Any
+    comparison: Comparison, call: Run, replay: Run | None, build_s: float, peak_bytes: int | None, executable: Any
 ) -> Side:
     """Return our side; without a GPU there is no replay, and a call stands in for it, to try the scripts."""
-    return Side("ours", verdict, call, replay or call, build_s, peak_bytes, executable)
+    return Side("ours", comparison, call, replay or call, build_s, peak_bytes, executable)
 
 
 def only_executable(compiled: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measuring.equality import Verdict
+from benchmarks.measuring.equality import Comparison
 from benchmarks.measuring.harness import Run, Sample, alternate, device_clock, loop_clock, synchronize
 from benchmarks.measuring.results import Row, ratio
 from benchmarks.measuring.suite import Settings, brief
@@ -26,7 +26,7 @@ class Side:
 
     Attributes:
         name: ``ours`` or the baseline's.
-        verdict: Whether it computes what eager computes.
+        comparison: Whether it computes what eager computes.
         call: Runs it as a user does, on inputs that are there already.
         replay: Runs only what was captured; ``None`` for a side that captured nothing.
         build_s: Seconds from the uncompiled model to the first result.
@@ -35,7 +35,7 @@ class Side:
     """
 
     name: str
-    verdict: Verdict
+    comparison: Comparison
     call: Run
     replay: Run | None = None
     build_s: float | None = None
@@ -95,7 +95,7 @@ def capture(run: Callable[[], Tensor], device: torch.device) -> tuple[Run, Tenso
 def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Settings) -> list[Row]:
     """Time ours and its peers in turn, captured sides by replays, the others by calls, and return a row for each peer.
 
-    A side whose verdict is not ``equal`` is not timed.
+    A side whose comparison is not ``equal`` is not timed.
     """
     executable = ours.executable
     facts = Row(
@@ -107,14 +107,14 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
         compile_s=ours.build_s,
         bound_ms=bound_ms(executable),
         predicted_ms=predicted_ms(executable),
-        equal=ours.verdict.equal,
+        equal=ours.comparison.equal,
     )
-    if not ours.verdict.equal:
-        return [replace(facts, note=f"not timed: {ours.verdict.reason}")]
+    if not ours.comparison.equal:
+        return [replace(facts, note=f"not timed: {ours.comparison.reason}")]
     rows: list[Row] = []
     for variant in ("replay", "call"):
         asked = [peer for peer in peers if variant == ("replay" if isinstance(peer, Side) and peer.replay else "call")]
-        sound = [peer for peer in asked if isinstance(peer, Side) and peer.verdict.equal]
+        sound = [peer for peer in asked if isinstance(peer, Side) and peer.comparison.equal]
         samples = measure(ours, sound, variant, settings) if sound else {}
         timing = replace(facts, variant=settings.name(variant))
         if samples:
@@ -124,8 +124,8 @@ def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Se
             row = replace(timing, baseline=peer.name)
             if isinstance(peer, Failure):
                 rows.append(replace(row, note=f"{peer.name} not run: {peer.reason}"))
-            elif not peer.verdict.equal:
-                rows.append(replace(row, note=f"{peer.name} not timed: {peer.verdict.reason}"))
+            elif not peer.comparison.equal:
+                rows.append(replace(row, note=f"{peer.name} not timed: {peer.comparison.reason}"))
             else:
                 theirs = samples[peer.name].median
                 rows.append(

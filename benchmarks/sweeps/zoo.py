@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import millstream as ms
 from benchmarks.cases.networks import settle
-from benchmarks.measuring.equality import HOPELESS, Judge, Verdict, check_dependence, hear_neighbours
+from benchmarks.measuring.equality import HOPELESS, Comparison, Judge, check_dependence, hear_neighbours
 from benchmarks.sweeps.sweep import Outcome, Result, Sweep, main
 
 Batch = dict[str, Tensor]
@@ -252,14 +252,14 @@ def compare_forward(model: nn.Module, batch: Batch, other: Batch) -> tuple[Outco
     compiled = ms.compile(model, engine="serial")
     if is_hopeless(judge):
         compiled = ms.compile(precise_model, engine="serial")
-        return verdict_of(compare_closely(run(compiled, widen(batch)), precise), "in double precision")
+        return outcome_of(compare_closely(run(compiled, widen(batch)), precise), "in double precision")
     try:
         check_dependence(precise["outputs"], run(precise_model, widen(other))["outputs"], judge.allowed)
     except RuntimeError as error:
         return Outcome.NOT_COMPARABLE, str(error)
-    verdicts = [judge.judge(run(compiled, batch)) for _ in range(2)]
+    comparisons = [judge.judge(run(compiled, batch)) for _ in range(2)]
     size = f"{tuple(next(iter(batch.values())).shape)}"
-    return verdict_of(next((each for each in verdicts if not each.equal), verdicts[0]), size)
+    return outcome_of(next((each for each in comparisons if not each.equal), comparisons[0]), size)
 
 
 def compare_steps(model: nn.Module, batch: Batch, other: Batch) -> tuple[Outcome, str]:
@@ -292,12 +292,12 @@ def compare_steps(model: nn.Module, batch: Batch, other: Batch) -> tuple[Outcome
         return Outcome.NOT_COMPARABLE, "eager's loss is not finite"
     judge = Judge(precise, run(torch.float32, lambda step: step), torch.float32, {"parameters": start})
     if is_hopeless(judge):
-        verdict = compare_closely(run(torch.float64, ours), precise)
-        nudged = verdict if verdict.equal else compare_closely(run(torch.float64, lambda step: step, NUDGE), precise)
+        found = compare_closely(run(torch.float64, ours), precise)
+        nudged = found if found.equal else compare_closely(run(torch.float64, lambda step: step, NUDGE), precise)
         if not nudged.equal:
             return Outcome.NOT_COMPARABLE, f"eager's own change by {nudged.error:.2g} where parameters do by {NUDGE:g}"
-        return verdict_of(verdict, "in double precision")
-    return verdict_of(judge.judge(run(torch.float32, ours)), f"{NUM_STEPS} steps")
+        return outcome_of(found, "in double precision")
+    return outcome_of(judge.judge(run(torch.float32, ours)), f"{NUM_STEPS} steps")
 
 
 def is_hopeless(judge: Judge) -> bool:
@@ -305,23 +305,23 @@ def is_hopeless(judge: Judge) -> bool:
     return any(not group.eager_error <= HOPELESS / 5 for group in judge._groups.values())
 
 
-def compare_closely(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> Verdict:
+def compare_closely(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> Comparison:
     """Compare results in double precision, each by its own size."""
     worst = 0.0
     for group, tensors in expected.items():
         for name, value in tensors.items():
             error = float((found[group][name] - value).norm() / value.norm().clamp(min=1e-300))
             if not error <= PRECISE_TOLERANCE:
-                return Verdict(False, error, f"{name} differs from eager in double precision: error {error:.2g}")
+                return Comparison(False, error, f"{name} differs from eager in double precision: error {error:.2g}")
             worst = max(worst, error)
-    return Verdict(True, worst)
+    return Comparison(True, worst)
 
 
-def verdict_of(verdict: Verdict, detail: str) -> tuple[Outcome, str]:
-    """A verdict as an outcome."""
-    if verdict.equal:
-        return Outcome.EQUAL, f"{detail}, error {verdict.error:.1g}"
-    return Outcome.WRONG, verdict.reason
+def outcome_of(comparison: Comparison, detail: str) -> tuple[Outcome, str]:
+    """A comparison as an outcome."""
+    if comparison.equal:
+        return Outcome.EQUAL, f"{detail}, error {comparison.error:.1g}"
+    return Outcome.WRONG, comparison.reason
 
 
 def tensors_of(outputs: Any) -> dict[str, Tensor]:

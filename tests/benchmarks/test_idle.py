@@ -41,7 +41,7 @@ def test_each_script_is_there_with_the_lines_that_are_to_blame(case):
     assert "clock.show()" in text
 
 
-def test_verdict_lines_and_promise_are_judged():
+def test_outcome_lines_and_promise_are_judged():
     rows = [row("python", LINE, 90, 0.45), row("python", 3, 10, 0.05), row("gc", 3, 5, 0.0)]
     report = report_of("HIGH", rows[0], rows)
     found = judge(SLOW, Run(20.4, report, report_s=0.5), Run(20.0, None), Run(10.0, None))
@@ -57,7 +57,7 @@ def test_verdict_lines_and_promise_are_judged():
 
 
 @pytest.mark.parametrize("severity", ["HIGH", "MODERATE", "unreliable"])
-def test_clean_script_with_a_verdict_is_wrong(severity):
+def test_clean_script_with_an_outcome_is_wrong(severity):
     found = judge(CLEAN, Run(1.0, report_of(severity, row("sync", 1, 1, 0.3))), Run(1.0, None), Run(None, None))
     assert not found["is_right"]
     assert judge(CLEAN, Run(1.0, report_of("healthy", None)), Run(1.0, None), Run(None, None))["is_right"]
@@ -81,7 +81,7 @@ def test_records_are_the_trace_that_the_profiler_would_have_written():
     assert [s.start_ns for s in trace.spans] == [s.start_ns for s in recording.spans[1:]]  # the first is before them
 
 
-def test_jitter_keeps_order_and_verdict():
+def test_jitter_keeps_order_and_outcome():
     recording = serial_recording([(None, 10_000, 5)] * 8, [900_000] * 8, steps=30)
     moved = with_jitter(recording, random.Random(3))
     assert moved.activities != recording.activities

@@ -2,7 +2,7 @@
 
 ``resnet`` (torchvision, JPEG files), ``decoder`` (a GPT-2 of transformers in a loop of one's own), ``lightning_module``
 (a vision transformer of timm's), ``run_clm`` (Hugging Face's Trainer). All data are made on the spot. Of each: the
-report as text, JSON, page and picture; what share of a step nobody knows; and whether the verdict names a line of the
+report as text, JSON, page and picture; what share of a step nobody knows; and whether the outcome names a line of the
 program itself.
 """
 
@@ -84,7 +84,7 @@ def judge(report: dict[str, Any], script: Path) -> dict[str, Any]:
     leading = report["leading"]
     site = leading["site"] if leading else None
     return {
-        "verdict": f"{report['severity']} {leading['cause'] if leading else ''}".strip(),
+        "outcome": f"{report['severity']} {leading['cause'] if leading else ''}".strip(),
         "why_unreliable": report["why_unreliable"],
         "line": f"{Path(site['file']).name}:{site['line']}" if site else "",
         "is_own_line": site is not None and Path(site["file"]).name == script.name,
@@ -100,10 +100,10 @@ def judge(report: dict[str, Any], script: Path) -> dict[str, Any]:
 
 def to_markdown(rows: Sequence[dict[str, Any]], device: str) -> str:
     """A table of all."""
-    told = [row for row in rows if "verdict" in row]
+    told = [row for row in rows if "outcome" in row]
     known = sum(row["unknown"] <= MOST_UNKNOWN for row in told)
     own = sum(row["is_own_line"] for row in told)
-    head = ("program", "verdict", "line", "step, ms", "idle", "unknown", "lines found", "window slower", "always on")
+    head = ("program", "outcome", "line", "step, ms", "idle", "unknown", "lines found", "window slower", "always on")
     lines = [
         "# Programs as people write them",
         "",
@@ -111,18 +111,18 @@ def to_markdown(rows: Sequence[dict[str, Any]], device: str) -> str:
         f"Python {sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}.",
         "",
         f"- At most {share(MOST_UNKNOWN)} of a step is unknown: {known} of {len(rows)}.",
-        f"- The verdict names a line of the program's own: {own} of {len(rows)}.",
+        f"- The outcome names a line of the program's own: {own} of {len(rows)}.",
         "- *Window slower*: steps under the device's profiler against those after it. *Always on*: hooks and samples.",
         "",
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),
     ]
     for row in rows:
-        if "verdict" not in row:
+        if "outcome" not in row:
             lines.append(f"| {row['program']} | no report: {row['error'][:200]} |" + " |" * (len(head) - 2))
             continue
         shares = (share(row[name], 1) for name in ("idle", "unknown", "located", "looking_slowed", "always_on"))
-        cells = (row["program"], row["verdict"], row["line"], f"{row['step_ms']:.3g}", *shares)
+        cells = (row["program"], row["outcome"], row["line"], f"{row['step_ms']:.3g}", *shares)
         lines.append(f"| {' | '.join(cells)} |")
     notes = [f"- {row['program']}: {row['why_unreliable']}" for row in told if row["why_unreliable"]]
     lines += ["", *notes] if notes else []
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (options.out / "idle_public.json").write_text(written + "\n", encoding="utf-8")
         (options.out / "idle_public.md").write_text(to_markdown(rows, device), encoding="utf-8")
     print(to_markdown(rows, device))
-    return int(not all("verdict" in row for row in rows))
+    return int(not all("outcome" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ def test_a_wrong_update_of_one_tensor_is_found(name, factor, heard):
     wrong = noisy()
     old = start["parameters"][name]
     wrong["parameters"][name] = old + factor * (wrong["parameters"][name] - old)
-    verdict = judge.judge(wrong)
-    assert not verdict.equal
-    assert "differ" in verdict.reason
+    comparison = judge.judge(wrong)
+    assert not comparison.equal
+    assert "differ" in comparison.reason
 
 
 def test_a_missing_tensor_is_found():
@@ -85,9 +85,9 @@ def test_a_missing_tensor_is_found():
 
 def test_nothing_is_shown_where_eager_itself_is_noise():
     start, precise, noisy = training(noise=1.0)
-    verdict = Judge(precise, noisy(), torch.bfloat16, start).judge(noisy())
-    assert not verdict.equal
-    assert "eager itself" in verdict.reason
+    comparison = Judge(precise, noisy(), torch.bfloat16, start).judge(noisy())
+    assert not comparison.equal
+    assert "eager itself" in comparison.reason
 
 
 def test_a_change_below_the_rounding_of_the_value_is_no_witness():

@@ -9,7 +9,7 @@ from torch._inductor import config as inductor_config
 
 from benchmarks import plans
 from benchmarks.measuring import baselines
-from benchmarks.measuring.equality import Verdict
+from benchmarks.measuring.equality import Comparison
 from benchmarks.measuring.harness import Sample, alternate, by_rounds, loop_clock
 from benchmarks.measuring.results import Row
 from benchmarks.measuring.sides import Failure, Side, compare
@@ -30,8 +30,8 @@ class Executable:
 
 
 def side(name, *, equal=True, replay=None):
-    verdict = Verdict(equal, 0.0, "" if equal else "differs")
-    return Side(name, verdict, lambda: None, replay, 1.0, 200, Executable())
+    comparison = Comparison(equal, 0.0, "" if equal else "differs")
+    return Side(name, comparison, lambda: None, replay, 1.0, 200, Executable())
 
 
 def test_a_sample_has_median_and_percentiles():
