@@ -428,7 +428,7 @@ class Draws(torch.nn.Module):
 def test_auto_tries_without_a_trace_and_keeps_the_faster(monkeypatch, is_faster):
     torch.set_num_threads(2)
     try:
-        monkeypatch.setattr(cpu_choice.CpuPlanner, "_is_promising", lambda _, proposal: proposal.plan.num_streams > 1)
+        monkeypatch.setattr(cpu_choice.CpuPlanner, "_is_promising", lambda _, candidate: candidate.plan.num_streams > 1)
         monkeypatch.setattr(cpu_choice, "PROMISE", -1.0)
         monkeypatch.setattr(cpu_choice, "MARGIN", -1e9 if is_faster else 1.0)
         for kind in (networks.Inception, Draws):

@@ -66,8 +66,8 @@ def test_each_plans_its_own_kernels_by_the_same_recipes(pair):
     assert len(first) > 2
     assert [each.recipe for each in first] == [each.recipe for each in second]
     assert [each.predicted_ns for each in first] == [each.predicted_ns for each in second]
-    for proposals, rank in ((first, 0), (second, 1)):
-        assert all(each.plan.graph == towers(rank) for each in proposals)
+    for candidate_plans, rank in ((first, 0), (second, 1)):
+        assert all(each.plan.graph == towers(rank) for each in candidate_plans)
 
 
 def test_what_the_first_process_noted_is_made_again_in_each_of_its_own_kernels(pair):
@@ -82,9 +82,9 @@ def test_what_the_first_process_noted_is_made_again_in_each_of_its_own_kernels(p
         return recall_together(agreement, own, graph, costs, scheduling)
 
     found = in_both_processes(pair, act)
-    for rank, (proposal, candidates) in enumerate(found):
-        assert proposal.recipe == best.recipe
-        assert proposal.plan.graph == towers(rank)
+    for rank, (candidate, candidates) in enumerate(found):
+        assert candidate.recipe == best.recipe
+        assert candidate.plan.graph == towers(rank)
         assert [each.outcome for each in candidates] == [CHOSEN]
 
 
@@ -116,11 +116,11 @@ def choose_in_both(pair, monkeypatch, ns_of, capture=lambda rank, plan: plan):
     def act(agreement, rank):
         graph = towers(rank)
         ranks[f"cuda:{rank}"] = rank
-        proposals = propose_together(agreement, graph, costs_of(graph, rank), Scheduling())
+        candidate_plans = propose_together(agreement, graph, costs_of(graph, rank), Scheduling())
         trials = LockstepTrials(
-            agreement, lambda plan: SimpleNamespace(graph=capture(rank, plan)), proposals[0].plan, None, None
+            agreement, lambda plan: SimpleNamespace(graph=capture(rank, plan)), candidate_plans[0].plan, None, None
         )
-        best, _ = choose(proposals, trials, inf)
+        best, _ = choose(candidate_plans, trials, inf)
         return best.recipe, str(trials.error or "")
 
     return in_both_processes(pair, act)
@@ -163,7 +163,7 @@ def test_failure_in_one_process_is_told_to_all(pair):
     assert in_both_processes(pair, act) == [0, 1]
 
 
-def test_proposals_can_be_made_again_from_their_recipes():
+def test_candidate_plans_can_be_made_again_from_their_recipes():
     graph = towers(0)
     costs = Roofline().estimate(graph)
     budget = Scheduling().budget_bytes(choice.plan_serial(graph))

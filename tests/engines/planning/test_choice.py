@@ -19,7 +19,7 @@ from millstream.engine.planning import choice, store
 from millstream.engine.planning.choice import (
     MARGIN,
     MOST_TRIALS,
-    Proposal,
+    CandidatePlan,
     Scheduling,
     calibrate,
     choose,
@@ -44,17 +44,17 @@ def costs_of(graph, duration_ns=10_000, share=0.1):
 class Trial:
     """A device on which a plan takes the time that ``speed`` says, as a factor of one stream's."""
 
-    def __init__(self, speed=lambda proposal: 0.5, serial_ns=1_000_000):
+    def __init__(self, speed=lambda candidate: 0.5, serial_ns=1_000_000):
         self.speed, self.base_ns = speed, serial_ns
         self.tried = []
-        self.factors = {}  # by proposals that were tried
+        self.factors = {}  # by candidates that were tried
 
     def serial_ns(self):
         return self.base_ns
 
-    def compare(self, proposal, best):
-        self.tried.append(proposal)
-        factor = self.factors[id(proposal)] = self.speed(proposal)
+    def compare(self, candidate, best):
+        self.tried.append(candidate)
+        factor = self.factors[id(candidate)] = self.speed(candidate)
         if factor is None:
             return None
         return round(factor * self.base_ns), round(self.factors.get(id(best), 1.0) * self.base_ns)
@@ -67,14 +67,14 @@ def towers():
 
 
 def promising():
-    """Proposals of which none is predicted to be slower than the others, but for the one on one stream."""
+    """Candidates of which none is predicted to be slower than the others, but for the one on one stream."""
     serial, *others = towers()
-    return [serial, *(replace(proposal, predicted_ns=others[0].predicted_ns) for proposal in others)]
+    return [serial, *(replace(candidate, predicted_ns=others[0].predicted_ns) for candidate in others)]
 
 
 def chosen_of(candidates):
-    (candidate,) = [candidate for candidate in candidates if candidate.is_chosen]
-    return candidate
+    (chosen,) = [each for each in candidates if each.is_chosen]
+    return chosen
 
 
 # --- scheduling ------------------------------------------------------------------------------------------------------
@@ -135,13 +135,13 @@ def test_the_serial_plan_is_first_and_the_others_follow_by_prediction():
     serial, *others = towers()
     assert serial.plan == plan_serial(TOWERS)
     assert serial.predicted_ns == 48 * 10_000
-    assert others == sorted(others, key=lambda proposal: proposal.predicted_ns)
-    assert {proposal.plan.num_streams for proposal in others} == {2, 3, 4, 6, 8}
-    assert len({proposal.plan.steps for proposal in others}) == len(others)
+    assert others == sorted(others, key=lambda candidate: candidate.predicted_ns)
+    assert {candidate.plan.num_streams for candidate in others} == {2, 3, 4, 6, 8}
+    assert len({candidate.plan.steps for candidate in others}) == len(others)
     assert others[0].predicted_ns < serial.predicted_ns / 4
-    for proposal in others:
-        check_plan(proposal.plan)
-        assert proposal.peak_bytes == peak_bytes(proposal.plan)
+    for candidate in others:
+        check_plan(candidate.plan)
+        assert candidate.peak_bytes == peak_bytes(candidate.plan)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_where_there_is_nothing_to_gain_the_serial_plan_is_the_only_one(graph, s
 def test_streams_and_policy_asked_for_are_kept():
     _, *others = propose(TOWERS, costs_of(TOWERS), replace(GENEROUS, streams=3, policy="chains"))
     assert others
-    assert {(proposal.plan.policy, proposal.plan.num_streams) for proposal in others} == {("chains", 3)}
+    assert {(candidate.plan.policy, candidate.plan.num_streams) for candidate in others} == {("chains", 3)}
 
 
 @pytest.mark.parametrize("memory", [1.0, 1.25, 2.0, "least"])
@@ -173,11 +173,11 @@ def test_no_plan_over_the_budget_is_proposed(seed, memory):
     serial = plan_serial(graph)
     scheduling = Scheduling(memory=peak_bytes(serial) if memory == "least" else memory)
     budget = scheduling.budget_bytes(serial)
-    proposals = propose(graph, costs_of(graph), scheduling)
-    assert proposals[0].plan == serial
-    for proposal in proposals:
-        assert proposal.peak_bytes <= budget
-        check_plan(proposal.plan)
+    candidate_plans = propose(graph, costs_of(graph), scheduling)
+    assert candidate_plans[0].plan == serial
+    for candidate in candidate_plans:
+        assert candidate.peak_bytes <= budget
+        check_plan(candidate.plan)
 
 
 def test_a_tight_budget_has_nothing_planned_twice(monkeypatch):
@@ -191,8 +191,8 @@ def test_a_tight_budget_has_nothing_planned_twice(monkeypatch):
         return plan
 
     monkeypatch.setattr(policies, "POLICIES", {name: counting(name, each) for name, each in POLICIES.items()})
-    (proposal,) = propose(TOWERS, costs_of(TOWERS), Scheduling(memory=peak_bytes(plan_serial(TOWERS))))
-    assert proposal.plan.num_streams == 1
+    (candidate,) = propose(TOWERS, costs_of(TOWERS), Scheduling(memory=peak_bytes(plan_serial(TOWERS))))
+    assert candidate.plan.num_streams == 1
     assert len(planned) > 1
     assert set(planned.values()) == {1}
 
@@ -206,9 +206,9 @@ def test_a_budget_below_one_stream_is_refused():
 
 
 def test_the_fastest_on_the_device_wins_whatever_was_predicted():
-    proposals = promising()
-    target = proposals[3]
-    best, candidates = choose(proposals, Trial(lambda proposal: 0.4 if proposal is target else 0.5), 60)
+    candidate_plans = promising()
+    target = candidate_plans[3]
+    best, candidates = choose(candidate_plans, Trial(lambda candidate: 0.4 if candidate is target else 0.5), 60)
     assert best is target
     chosen = chosen_of(candidates)
     assert candidates.index(chosen) == 3
@@ -216,7 +216,7 @@ def test_the_fastest_on_the_device_wins_whatever_was_predicted():
     assert chosen.waits == sum(isinstance(step, Wait) for step in target.plan.steps)
     assert candidates[0].measured_ns == 1_000_000
     assert candidates[0].outcome == "slower"
-    assert candidates[len(proposals) :] == tuple(
+    assert candidates[len(candidate_plans) :] == tuple(
         replace(chosen, spread=spread, outcome="slower", measured_ns=500_000) for spread in (Spread.EVEN, Spread.PACKED)
     )
 
@@ -233,13 +233,14 @@ def test_the_fastest_on_the_device_wins_whatever_was_predicted():
     ],
 )
 def test_the_fastest_is_tried_in_all_ways_to_spread_kernels(even, packed, wins):
-    proposals = promising()
-    assert [proposal.plan.spread for proposal in proposals] == [Spread.PACKED] + [Spread.APART] * (len(proposals) - 1)
+    candidate_plans = promising()
+    serial, *others = candidate_plans
+    assert [serial.plan.spread, *{each.plan.spread for each in others}] == [Spread.PACKED, Spread.APART]
     times = {Spread.APART: 0.4, Spread.EVEN: even, Spread.PACKED: packed}
-    trial = Trial(lambda proposal: times[proposal.plan.spread])
-    best, candidates = choose(proposals, trial, 60)
+    trial = Trial(lambda candidate: times[candidate.plan.spread])
+    best, candidates = choose(candidate_plans, trial, 60)
     assert [tried.plan.spread for tried in trial.tried[-2:]] == [Spread.EVEN, Spread.PACKED]
-    assert best.plan == replace(proposals[1].plan, spread=wins)
+    assert best.plan == replace(candidate_plans[1].plan, spread=wins)
     assert chosen_of(candidates).spread is wins
     noted = json.loads(json.dumps(to_json(best, candidates)))
     assert from_json(noted, TOWERS, costs_of(TOWERS), GENEROUS) == (best, candidates)
@@ -247,19 +248,19 @@ def test_the_fastest_is_tried_in_all_ways_to_spread_kernels(even, packed, wins):
 
 @pytest.mark.parametrize(("factor", "streams"), [(1.2, 1), (1.0, 1), (1 - MARGIN, 1), (1 - 1.1 * MARGIN, 8)])
 def test_one_stream_wins_ties(factor, streams):
-    proposals = towers()
-    best, candidates = choose(proposals, Trial(lambda proposal: factor), 60)
+    candidate_plans = towers()
+    best, candidates = choose(candidate_plans, Trial(lambda candidate: factor), 60)
     assert best.plan.num_streams == chosen_of(candidates).streams == streams
 
 
 def test_a_drifting_clock_does_not_decide():
     """Each plan is compared with the best, timed beside it: what all trials take longer is no plan's fault."""
-    proposals = promising()
+    candidate_plans = promising()
     trial = Trial()
     speeds = iter([(500, 1000), (900, 1000), (700, 450)] + [(4000, 450)] * 99)
-    trial.compare = lambda proposal, best: next(speeds)
-    best, candidates = choose(proposals, trial, 60)
-    assert best is proposals[2]
+    trial.compare = lambda candidate, best: next(speeds)
+    best, candidates = choose(candidate_plans, trial, 60)
+    assert best is candidate_plans[2]
     assert candidates[2].measured_ns == 450  # in the time of the first comparison
     assert candidates[3].measured_ns == 700
     assert candidates[0].measured_ns == 1000
@@ -267,20 +268,21 @@ def test_a_drifting_clock_does_not_decide():
 
 def test_one_stream_that_becomes_slower_does_not_favour_who_is_tried_later():
     """As Inception-v3's did by a tenth at the fourth graph of a process."""
-    proposals = promising()
+    candidate_plans = promising()
     trial, against = Trial(), []
 
-    def compare(proposal, best):
+    def compare(candidate, best):
         against.append(best)
         slowed = 1.1 if len(against) > 2 else 1.0
-        own = {id(proposals[1]): 620, id(proposals[3]): 615}.get(id(proposal), 640)
-        return own, {id(proposals[0]): 1000 * slowed, id(proposals[1]): 620, id(proposals[3]): 615}[id(best)]
+        own = {id(candidate_plans[1]): 620, id(candidate_plans[3]): 615}.get(id(candidate), 640)
+        base = {id(candidate_plans[0]): 1000 * slowed, id(candidate_plans[1]): 620, id(candidate_plans[3]): 615}
+        return own, base[id(best)]
 
     trial.compare = compare
-    best, candidates = choose(proposals, trial, 60)
-    assert best is proposals[3]
-    assert [candidate.measured_ns for candidate in candidates[:4]] == [1000, 620, 640, 615]
-    assert against[:4] == [proposals[0], proposals[1], proposals[1], proposals[3]]
+    best, candidates = choose(candidate_plans, trial, 60)
+    assert best is candidate_plans[3]
+    assert [each.measured_ns for each in candidates[:4]] == [1000, 620, 640, 615]
+    assert against[:4] == [candidate_plans[0], candidate_plans[1], candidate_plans[1], candidate_plans[3]]
 
 
 def test_hopeless_plans_are_not_tried():
@@ -289,8 +291,8 @@ def test_hopeless_plans_are_not_tried():
     behind = replace(others[0], predicted_ns=2 * others[0].predicted_ns)
     trial = Trial()
     _, candidates = choose([serial, others[0], behind, slow], trial, 60)
-    assert [proposal.plan.steps for proposal in trial.tried] == [others[0].plan.steps] * 3  # spread in each way
-    assert [candidate.outcome for candidate in candidates[2:4]] == ["predicted to be slower"] * 2
+    assert [candidate.plan.steps for candidate in trial.tried] == [others[0].plan.steps] * 3  # spread in each way
+    assert [each.outcome for each in candidates[2:4]] == ["predicted to be slower"] * 2
     trial = Trial()
     best, candidates = choose([serial, slow], trial, 60)
     assert (trial.tried, best) == ([], serial)
@@ -298,40 +300,40 @@ def test_hopeless_plans_are_not_tried():
 
 
 def test_trials_are_bounded_in_number_and_time():
-    proposals = towers()
-    many = [proposals[0], *[proposals[1]] * (MOST_TRIALS + 3)]
+    candidate_plans = towers()
+    many = [candidate_plans[0], *[candidate_plans[1]] * (MOST_TRIALS + 3)]
     trial = Trial()
     _, candidates = choose(many, trial, 60)
     assert len(trial.tried) == MOST_TRIALS + 2  # the last in the other ways to spread it
-    assert [candidate.outcome for candidate in candidates[-5:-2]] == ["no time left to try it"] * 3
+    assert [each.outcome for each in candidates[-5:-2]] == ["no time left to try it"] * 3
     trial = Trial()
     best, candidates = choose(many, trial, -1)
-    assert (trial.tried, best) == ([], proposals[0])
+    assert (trial.tried, best) == ([], candidate_plans[0])
     assert candidates[0].measured_ns is None
 
 
 def test_plans_that_cannot_be_captured_lose():
-    proposals = towers()
-    best, candidates = choose(proposals, Trial(lambda proposal: None), 60)
-    assert best is proposals[0]
+    candidate_plans = towers()
+    best, candidates = choose(candidate_plans, Trial(lambda candidate: None), 60)
+    assert best is candidate_plans[0]
     assert "could not be captured" in candidates[1].outcome
     first = []
 
-    def speed(proposal):
-        first.append(proposal)
+    def speed(candidate):
+        first.append(candidate)
         return 0.5 if len(first) == 1 else None  # the memory is full from the second on
 
-    best, candidates = choose(proposals, Trial(speed), 60)
-    assert best is proposals[1]
+    best, candidates = choose(candidate_plans, Trial(speed), 60)
+    assert best is candidate_plans[1]
     assert chosen_of(candidates).measured_ns == 500_000
 
 
-def test_a_single_proposal_is_chosen_without_a_trial():
+def test_a_single_candidate_is_chosen_without_a_trial():
     trial = Trial()
-    proposals = propose(chain_graph(9), costs_of(chain_graph(9)), Scheduling())
-    best, candidates = choose(proposals, trial, 60)
-    assert (best, trial.tried) == (proposals[0], [])
-    assert [candidate.outcome for candidate in candidates] == [CHOSEN]
+    candidate_plans = propose(chain_graph(9), costs_of(chain_graph(9)), Scheduling())
+    best, candidates = choose(candidate_plans, trial, 60)
+    assert (best, trial.tried) == (candidate_plans[0], [])
+    assert [each.outcome for each in candidates] == [CHOSEN]
 
 
 # --- notes -----------------------------------------------------------------------------------------------------------
@@ -339,7 +341,7 @@ def test_a_single_proposal_is_chosen_without_a_trial():
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])  # several streams win, or one
 def test_notes_survive_json_and_the_one_plan_is_made_again(monkeypatch, factor):
-    best, candidates = choose(towers(), Trial(lambda proposal: factor), 60)
+    best, candidates = choose(towers(), Trial(lambda candidate: factor), 60)
     noted = json.loads(json.dumps(to_json(best, candidates)))
     monkeypatch.setattr(choice, "propose", None)
     assert from_json(noted, TOWERS, costs_of(TOWERS), GENEROUS) == (best, candidates)
@@ -369,7 +371,7 @@ def test_what_is_planned_is_the_same_in_another_process():
     graph = random_graph(random.Random(1), 50, locality=0.2)
     first, second = (propose(graph, costs_of(graph), GENEROUS) for _ in range(2))
     assert first == second
-    assert isinstance(first[0], Proposal)
+    assert isinstance(first[0], CandidatePlan)
 
 
 # --- on disk ---------------------------------------------------------------------------------------------------------

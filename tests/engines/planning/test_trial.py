@@ -11,7 +11,7 @@ from millstream.engine.planning.trial import Trials
 from millstream.engine.unchanged import replays_unchanged
 
 SERIAL, FIRST, SLOWER, BEST, LAST = (types.SimpleNamespace(plan=name) for name in ("s", "f", "l", "b", "z"))
-"""Proposals."""
+"""Candidate plans."""
 
 NO_RANDOMS = types.SimpleNamespace(graph=types.SimpleNamespace(buffers=()))
 CONTEXT = types.SimpleNamespace(place=types.SimpleNamespace(index=0))

@@ -43,7 +43,7 @@ from millstream.engine.cuda import graph_io
 from millstream.engine.cuda.captured import Captured, Family
 from millstream.engine.cuda.replayer import Replayer, bytes_in_place
 from millstream.engine.planning.background import Background
-from millstream.engine.planning.choice import Proposal, Scheduling
+from millstream.engine.planning.choice import CandidatePlan, Scheduling
 from millstream.engine.planning.planner import Planner
 from millstream.engine.planning.trial import Trials
 from millstream.engine.serial import SerialEngine
@@ -109,7 +109,7 @@ class CudaGraphEngine:
         self._arena = arena if len(self._copied) == len(lowered.program.outputs) else None
         # Other phases have memory that is not theirs alone: they choose at once.
         self._tunes_later = scheduling.tune == "background" and lowered.phase in (Phase.STEP, Phase.INFERENCE)
-        self._tuning: Background[Proposal | None] | None = None
+        self._tuning: Background[CandidatePlan | None] | None = None
         self._lock = self._context.graphs.lock  # slots and the memory that graphs share serve one call at a time
         self._thread = threading.local()  # has ``warm`` once it has run the program
         self._thread.warm = is_warm
@@ -378,7 +378,7 @@ class CudaGraphEngine:
                 self.plan = found.plan
                 self._drop()  # the next call captures it
 
-    def _find_plan(self, planner: Planner) -> Generator[None, None, Proposal | None]:
+    def _find_plan(self, planner: Planner) -> Generator[None, None, CandidatePlan | None]:
         """Measure kernels, then choose as ``_settle`` does, each time on what the graph holds of the latest call."""
         program = self.lowered.program
         yield

@@ -22,7 +22,7 @@ from millstream.data_parallel.board import NotTogetherError
 from millstream.device import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.engine.cuda.captured import Captured
-from millstream.engine.planning.choice import Found, Proposal, Recipe, Scheduling, from_json, plan_by, propose
+from millstream.engine.planning.choice import CandidatePlan, Found, Recipe, Scheduling, from_json, plan_by, propose
 from millstream.engine.planning.trial import Trials, Way, compare
 from millstream.graph import KernelGraph, KernelKind
 from millstream.lower.program import Program
@@ -87,8 +87,10 @@ class LockstepTrials(Trials[Way]):
         return max(gather(own_ns, WHAT)), max(gather(base_ns, WHAT))
 
 
-def propose_together(agreement: Agreement, graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Proposal]:
-    """The first process's proposals, each made again for this process's graph, whose kernels may be others.
+def propose_together(
+    agreement: Agreement, graph: KernelGraph, costs: Costs, scheduling: Scheduling
+) -> list[CandidatePlan]:
+    """The first process's candidates, each made again for this process's graph, whose kernels may be others.
 
     Raises:
         NotTogetherError: Some process could not plan.
@@ -100,9 +102,9 @@ def propose_together(agreement: Agreement, graph: KernelGraph, costs: Costs, sch
     budget = scheduling.budget_bytes(own[0].plan)
     made = {each.recipe: each.plan for each in own}
 
-    def follow(recipe: Recipe | None, predicted_ns: int) -> Proposal:
+    def follow(recipe: Recipe | None, predicted_ns: int) -> CandidatePlan:
         plan = made[recipe] if recipe is None or recipe in made else plan_by(recipe, graph, costs, budget)
-        return Proposal(plan, peak_bytes(plan), predicted_ns, recipe)
+        return CandidatePlan(plan, peak_bytes(plan), predicted_ns, recipe)
 
     return together(agreement, lambda: [follow(*each) for each in recipes])
 

@@ -244,9 +244,9 @@ def _choose(
     def attempt(plan: Plan) -> Captured:
         return _capture(lowered, plan, inputs, place, copied)
 
-    proposals = propose_together(agreement, program.graph, costs, scheduling)
-    trials = LockstepTrials(agreement, attempt, proposals[0].plan, place, program)
-    found = choose(proposals, trials, inf)
+    candidate_plans = propose_together(agreement, program.graph, costs, scheduling)
+    trials = LockstepTrials(agreement, attempt, candidate_plans[0].plan, place, program)
+    found = choose(candidate_plans, trials, inf)
     if trials.error is not None:
         repair(place)
     elif is_first:

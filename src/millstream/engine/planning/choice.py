@@ -117,7 +117,7 @@ class Recipe(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Proposal:
+class CandidatePlan:
     """A plan with what is known of it before it runs.
 
     Attributes:
@@ -163,7 +163,7 @@ def calibrate(costs: Costs, serial_ns: int) -> Costs:
     return replace(costs, kernels=tuple(kernels))
 
 
-def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Proposal]:
+def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[CandidatePlan]:
     """Make the candidates: the serial plan first, then all others, the fastest by prediction first.
 
     Where the longest chain of kernels takes nearly all of the time, or only one stream is asked for, the serial plan is
@@ -174,17 +174,17 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Pr
     """
     serial = plan_serial(graph)
     budget = scheduling.budget_bytes(serial)
-    proposals = [_assess(serial, costs)]
+    candidate_plans = [_assess(serial, costs)]
     by_hand = scheduling.policy == "manual"
     if scheduling.serial or (not by_hand and critical_path_ns(graph, costs) > (1 - MARGIN) * costs.total_ns):
-        return proposals
+        return candidate_plans
     seen = {serial.steps}
     for recipe in _recipes(graph, scheduling):
-        proposal = _propose_by(recipe, graph, costs, scheduling, budget)
-        if proposal.plan.num_streams > 1 and proposal.plan.steps not in seen:
-            seen.add(proposal.plan.steps)
-            proposals.append(proposal)
-    return [proposals[0], *sorted(proposals[1:], key=lambda proposal: proposal.predicted_ns)]
+        candidate = _propose_by(recipe, graph, costs, scheduling, budget)
+        if candidate.plan.num_streams > 1 and candidate.plan.steps not in seen:
+            seen.add(candidate.plan.steps)
+            candidate_plans.append(candidate)
+    return [candidate_plans[0], *sorted(candidate_plans[1:], key=lambda candidate: candidate.predicted_ns)]
 
 
 def _recipes(graph: KernelGraph, scheduling: Scheduling) -> list[Recipe]:
@@ -200,7 +200,7 @@ def _recipes(graph: KernelGraph, scheduling: Scheduling) -> list[Recipe]:
     ]
 
 
-def _propose_by(recipe: Recipe, graph: KernelGraph, costs: Costs, scheduling: Scheduling, budget: int) -> Proposal:
+def _propose_by(recipe: Recipe, graph: KernelGraph, costs: Costs, scheduling: Scheduling, budget: int) -> CandidatePlan:
     fewer = scheduling.streams is not None  # else they are candidates themselves
     return replace(_assess(plan_by(recipe, graph, costs, budget, fewer=fewer), costs), recipe=recipe)
 
@@ -220,8 +220,8 @@ def plan_by(recipe: Recipe, graph: KernelGraph, costs: Costs, budget: int, *, fe
     return replace(plan_graph(graph, priced, recipe.streams, recipe.policy, **limits), spread=Spread.APART)
 
 
-def _assess(plan: Plan, costs: Costs) -> Proposal:
-    return Proposal(plan, peak_bytes(plan), simulate(plan, costs).end_ns)
+def _assess(plan: Plan, costs: Costs) -> CandidatePlan:
+    return CandidatePlan(plan, peak_bytes(plan), simulate(plan, costs).end_ns)
 
 
 class Trial(Protocol):
@@ -237,13 +237,13 @@ class Trial(Protocol):
         """Time the plan on one stream; ``None`` when it cannot run."""
         ...
 
-    def compare(self, proposal: Proposal, best: Proposal) -> tuple[int, int] | None:
+    def compare(self, candidate: CandidatePlan, best: CandidatePlan) -> tuple[int, int] | None:
         """Time a plan and the best so far in turn; ``None`` when one of them cannot run."""
         ...
 
 
 Result = TypeVar("Result")
-Found = tuple[Proposal, tuple[Candidate, ...]]
+Found = tuple[CandidatePlan, tuple[Candidate, ...]]
 
 
 def at_once(steps: Generator[None, None, Result]) -> Result:
@@ -255,58 +255,60 @@ def at_once(steps: Generator[None, None, Result]) -> Result:
             return done.value  # type: ignore[no-any-return]
 
 
-def choose(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> Found:
+def choose(candidate_plans: Sequence[CandidatePlan], trial: Trial, seconds: float) -> Found:
     """Do what ``choose_stepwise`` does without a pause."""
-    return at_once(choose_stepwise(proposals, trial, seconds))
+    return at_once(choose_stepwise(candidate_plans, trial, seconds))
 
 
-def choose_stepwise(proposals: Sequence[Proposal], trial: Trial, seconds: float) -> Generator[None, None, Found]:
-    """Time the promising proposals and return the fastest, with what became of all of them.
+def choose_stepwise(
+    candidate_plans: Sequence[CandidatePlan], trial: Trial, seconds: float
+) -> Generator[None, None, Found]:
+    """Time the promising candidates and return the fastest, with what became of all of them.
 
     Each is timed in turn with the best so far, the first with one stream. (Not all with one stream: its graph may
     become a tenth slower in the middle of trials, docs/decisions/0029, and whoever is tried later would look better.)
     Small kernels are kept apart in all of them; the fastest is tried in the other ways to spread kernels, too.
 
     Args:
-        proposals: As ``propose`` makes them.
+        candidate_plans: As ``propose`` makes them.
         trial: Times one of them.
         seconds: After so long no further trial begins.
 
     Yields:
         Before each trial.
     """
-    serial, others = proposals[0], proposals[1:]
+    serial, others = candidate_plans[0], candidate_plans[1:]
     best, best_share = serial, 1.0  # of the time on one stream
     serial_ns: int | None = None
     deadline = time.monotonic() + seconds
     num_tried, most = 0, min(len(others), MOST_TRIALS) + len(Spread) - 1
 
-    def measure(proposal: Proposal) -> int | None:
+    def measure(candidate: CandidatePlan) -> int | None:
         nonlocal best, best_share, serial_ns, num_tried
-        check_plan(proposal.plan)
+        check_plan(candidate.plan)
         num_tried += 1
         count("trying plan", num_tried, most, "")
-        times = trial.compare(proposal, best)
+        times = trial.compare(candidate, best)
         if times is None:
             return None
         own_ns, best_ns = times
         serial_ns = serial_ns or best_ns
         share = best_share * own_ns / best_ns
         if share < (best_share if best is not serial else 1 - MARGIN):
-            best, best_share = proposal, share
+            best, best_share = candidate, share
         return round(share * serial_ns)
 
     told: dict[int, Candidate] = {}
-    for index, proposal in enumerate(others):
-        if proposal.predicted_ns > HOPEFUL * others[0].predicted_ns or proposal.predicted_ns > serial.predicted_ns:
-            told[index] = proposal.describe("predicted to be slower")
+    for index, candidate in enumerate(others):
+        if candidate.predicted_ns > HOPEFUL * others[0].predicted_ns or candidate.predicted_ns > serial.predicted_ns:
+            told[index] = candidate.describe("predicted to be slower")
         elif index >= MOST_TRIALS or time.monotonic() > deadline:
-            told[index] = proposal.describe("no time left to try it")
+            told[index] = candidate.describe("no time left to try it")
         else:
             yield
-            measured_ns = measure(proposal)
-            told[index] = proposal.describe("could not be captured" if measured_ns is None else "slower", measured_ns)
-    tried = [*proposals]
+            measured_ns = measure(candidate)
+            told[index] = candidate.describe("could not be captured" if measured_ns is None else "slower", measured_ns)
+    tried = [*candidate_plans]
     candidates = [serial.describe("slower", serial_ns), *(told[index] for index in range(len(others)))]
     for other in _spread_otherwise(best):
         if time.monotonic() > deadline:
@@ -315,19 +317,19 @@ def choose_stepwise(proposals: Sequence[Proposal], trial: Trial, seconds: float)
         if (measured_ns := measure(other)) is not None:
             tried.append(other)
             candidates.append(other.describe("slower", measured_ns))
-    chosen = next(index for index, proposal in enumerate(tried) if proposal is best)
+    chosen = next(index for index, candidate in enumerate(tried) if candidate is best)
     candidates[chosen] = replace(candidates[chosen], outcome=CHOSEN)
     return best, tuple(candidates)
 
 
-def _spread_otherwise(proposal: Proposal) -> list[Proposal]:
+def _spread_otherwise(candidate: CandidatePlan) -> list[CandidatePlan]:
     """The same plan in the other ways to spread kernels; none of the serial one, whose kernels have no neighbours."""
-    if proposal.plan.spread is Spread.PACKED:
+    if candidate.plan.spread is Spread.PACKED:
         return []
     return [
-        replace(proposal, plan=replace(proposal.plan, spread=spread))
+        replace(candidate, plan=replace(candidate.plan, spread=spread))
         for spread in reversed(Spread)
-        if spread is not proposal.plan.spread
+        if spread is not candidate.plan.spread
     ]
 
 
@@ -338,9 +340,9 @@ def choice_key(program: Program, scheduling: Scheduling) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def to_json(best: Proposal, candidates: Sequence[Candidate]) -> dict[str, object]:
+def to_json(best: CandidatePlan, candidates: Sequence[Candidate]) -> dict[str, object]:
     """Turn what was chosen, and what from, into plain data."""
-    return {"recipe": best.recipe, "candidates": [asdict(candidate) for candidate in candidates]}
+    return {"recipe": best.recipe, "candidates": [asdict(each) for each in candidates]}
 
 
 def from_json(
@@ -361,19 +363,19 @@ def from_json(
     """
     try:
         read = [Candidate(**entry) for entry in noted["candidates"]]
-        candidates = tuple(replace(candidate, spread=Spread(candidate.spread)) for candidate in read)
+        candidates = tuple(replace(each, spread=Spread(each.spread)) for each in read)
         hash(candidates)  # one that holds anything but numbers and words has none
         recipe = None if noted["recipe"] is None else Recipe(*noted["recipe"])
-        (chosen,) = (candidate for candidate in candidates if candidate.is_chosen)
+        (chosen,) = (each for each in candidates if each.is_chosen)
     except (KeyError, TypeError, ValueError):
         return None
     serial = plan_serial(graph)
     if recipe is None:
-        proposal = _assess(serial, costs)
+        candidate = _assess(serial, costs)
     elif recipe in _recipes(graph, scheduling):
-        proposal = _propose_by(recipe, graph, costs, scheduling, scheduling.budget_bytes(serial))
-        proposal = replace(proposal, plan=replace(proposal.plan, spread=chosen.spread))
+        candidate = _propose_by(recipe, graph, costs, scheduling, scheduling.budget_bytes(serial))
+        candidate = replace(candidate, plan=replace(candidate.plan, spread=chosen.spread))
     else:
         return None
-    fits = not exactly or proposal.describe() == replace(chosen, measured_ns=None, outcome="")
-    return (proposal, candidates) if fits else None
+    fits = not exactly or candidate.describe() == replace(chosen, measured_ns=None, outcome="")
+    return (candidate, candidates) if fits else None

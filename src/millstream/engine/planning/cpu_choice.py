@@ -23,7 +23,7 @@ from millstream.cost import Costs, KernelCost, Roofline
 from millstream.engine.arena import bind_arena
 from millstream.engine.cpu.threads_native import Runner
 from millstream.engine.cpu.worker_pool import intra_op_threads
-from millstream.engine.planning.choice import Proposal, Scheduling
+from millstream.engine.planning.choice import CandidatePlan, Scheduling
 from millstream.engine.source import compile_plan
 from millstream.engine.unchanged import unchanged
 from millstream.graph import CHOSEN, Candidate, Plan
@@ -83,9 +83,9 @@ class CpuPlanner:
 
     def predict(self) -> Plan:
         """Return the plan for the streams asked for, by what was measured."""
-        serial, proposal = self._propose(self.meter)
-        self.candidates = (serial.describe("not asked for"), proposal.describe(CHOSEN))
-        return proposal.plan
+        serial, candidate = self._propose(self.meter)
+        self.candidates = (serial.describe("not asked for"), candidate.describe(CHOSEN))
+        return candidate.plan
 
     def choose(self, inputs: Sequence[Any], serial: Runner, prepare: Callable[[Plan, int], Runner]) -> Plan:
         """Choose between the serial plan and one on several streams.
@@ -99,36 +99,36 @@ class CpuPlanner:
         costs = Costs(tuple(map(KernelCost, durations)))
         if critical_path_ns(self._serial.graph, costs) > (1 - PROMISE) * self._serial_ns:
             return self._serial
-        base, proposal = self._propose(self.meter)
+        base, candidate = self._propose(self.meter)
         serial_costs = self.costs
         outcome, own_ns, base_ns = "predicted to be slower", None, None
         share = max(self.num_threads // self._num_streams, 1)
-        if self._is_promising(proposal):
+        if self._is_promising(candidate):
             with intra_op_threads(share):
                 meter = self._measure(inputs)
-            _, proposal = self._propose(meter)
-            if self._is_promising(proposal):
+            _, candidate = self._propose(meter)
+            if self._is_promising(candidate):
                 try:
-                    outcome, own_ns, base_ns = self._try(inputs, serial, prepare(proposal.plan, share), share)
+                    outcome, own_ns, base_ns = self._try(inputs, serial, prepare(candidate.plan, share), share)
                 except Exception as error:  # noqa: BLE001  whatever a kernel raises, it is for the caller's own run
                     outcome = f"failed: {error}"
         is_chosen = outcome == CHOSEN
-        told = base.describe("slower" if is_chosen else CHOSEN, base_ns), proposal.describe(outcome, own_ns)
-        self.candidates = told if proposal.plan.num_streams > 1 else told[:1]
+        told = base.describe("slower" if is_chosen else CHOSEN, base_ns), candidate.describe(outcome, own_ns)
+        self.candidates = told if candidate.plan.num_streams > 1 else told[:1]
         if not is_chosen:
             self.costs = serial_costs  # not those of kernels with a part of the threads, which run no more
             return self._serial
         self.num_threads = share
-        return proposal.plan
+        return candidate.plan
 
-    def _is_promising(self, proposal: Proposal) -> bool:
-        return proposal.plan.num_streams > 1 and proposal.predicted_ns <= (1 - PROMISE) * self._serial_ns
+    def _is_promising(self, candidate: CandidatePlan) -> bool:
+        return candidate.plan.num_streams > 1 and candidate.predicted_ns <= (1 - PROMISE) * self._serial_ns
 
     @property
     def _serial_ns(self) -> int:
         return sum(filter(None, self.meter.least_ns))
 
-    def _propose(self, meter: Meter) -> tuple[Proposal, Proposal]:
+    def _propose(self, meter: Meter) -> tuple[CandidatePlan, CandidatePlan]:
         graph = self._serial.graph
         estimate = Roofline().estimate(graph)
         share = 1 / self._num_streams  # of the cores, and of what else they have in common
@@ -143,8 +143,8 @@ class CpuPlanner:
         policy = self._scheduling.policy or "list"
         plan = plan_graph(graph, self.costs, self._num_streams, policy, memory_bytes=budget, packed=True)
         check_plan(plan)
-        base = Proposal(self._serial, peak_bytes(self._serial), self._serial_ns)
-        return base, Proposal(plan, peak_bytes(plan), simulate(plan, self.costs).end_ns)
+        base = CandidatePlan(self._serial, peak_bytes(self._serial), self._serial_ns)
+        return base, CandidatePlan(plan, peak_bytes(plan), simulate(plan, self.costs).end_ns)
 
     def _measure(self, inputs: Sequence[Any]) -> Meter:
         """Time the kernels one after another with the present number of intra-op threads."""

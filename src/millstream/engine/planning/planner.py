@@ -11,8 +11,8 @@ from millstream.check import check_plan
 from millstream.cost import Costs, CostTable, KernelCost, MeasuredCosts, Roofline
 from millstream.device import DeviceContext, guard
 from millstream.engine.planning.choice import (
+    CandidatePlan,
     Found,
-    Proposal,
     Scheduling,
     Trial,
     at_once,
@@ -72,11 +72,11 @@ class Planner:
         self.error = meter.error
         return outputs
 
-    def settle(self, trial: Trial) -> Proposal:
+    def settle(self, trial: Trial) -> CandidatePlan:
         """Do what ``settle_stepwise`` does without a pause."""
         return at_once(self.settle_stepwise(trial))
 
-    def settle_stepwise(self, trial: Trial) -> Generator[None, None, Proposal]:
+    def settle_stepwise(self, trial: Trial) -> Generator[None, None, CandidatePlan]:
         """Choose the plan: by trials, or by prediction where the user says how many streams.
 
         Yields:
@@ -87,10 +87,10 @@ class Planner:
         if self._scheduling.streams is None:
             best, self.candidates = yield from self._choose(self.costs, trial)
             return best
-        proposals = propose(graph, self.costs, self._scheduling)
-        best = proposals[min(1, len(proposals) - 1)]
+        candidate_plans = propose(graph, self.costs, self._scheduling)
+        best = candidate_plans[min(1, len(candidate_plans) - 1)]
         check_plan(best.plan)
-        self.candidates = tuple(p.describe(CHOSEN if p is best else "not asked for") for p in proposals)
+        self.candidates = tuple(p.describe(CHOSEN if p is best else "not asked for") for p in candidate_plans)
         return best
 
     def _choose(self, costs: Costs, trial: Trial) -> Generator[None, None, Found]:
@@ -109,11 +109,11 @@ class Planner:
         if found is not None:
             check_plan(found[0].plan)
         else:
-            proposals = propose(graph, self.costs, self._scheduling)
+            candidate_plans = propose(graph, self.costs, self._scheduling)
             is_paced = self._scheduling.tune == "background"
             seconds = inf if is_paced else max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S)
             with nullcontext() if is_paced else showing(self._lowered.program.graph.name, "plan chosen"):
-                found = yield from choose_stepwise(proposals, trial, seconds)
+                found = yield from choose_stepwise(candidate_plans, trial, seconds)
             if trial.error is None:
                 self._store.save_choice(key, {"serial_ns": serial_ns, **to_json(*found)})
         return found
