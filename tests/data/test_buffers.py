@@ -1,4 +1,4 @@
-"""The ring of slots against a model: whoever may read a slot's bytes, reads the right ones, whatever happens when."""
+"""The buffer pool against a model: whoever may read a buffer's bytes, reads the right ones, whatever happens when."""
 
 import sys
 import threading
@@ -23,7 +23,7 @@ def forget(unraisable):
     """Keep nothing of it: a tensor's end would not come."""
 
 
-class RingModel(RuleBasedStateMachine):
+class PoolModel(RuleBasedStateMachine):
     """The sender fills slots, the consumer gets and drops batches, the device runs some of what is queued.
 
     Each batch is a number, written by its copy into every byte. The model knows which batches the user holds.
@@ -34,13 +34,13 @@ class RingModel(RuleBasedStateMachine):
         self.context, self.device = make_virtual_context(mood, seed)
         self.streams = [self.device.default, self.context.streams[0]]
         self.stream = self.streams[0]
-        self.ring = BufferPool(self.context, num_slots, self.stream)
+        self.pool = BufferPool(self.context, num_slots, self.stream)
         self.copy_stream = self.context.streams.to_device
         self.number = 0
         self.under_way, self.held, self.reads = [], [], []
 
     def take(self):
-        taken = self.ring.take()
+        taken = self.pool.take()
         return None if taken is None else taken[0]
 
     @rule(sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3), first=st.integers(0, 2))
@@ -50,7 +50,7 @@ class RingModel(RuleBasedStateMachine):
             return
         self.number = self.number % 200 + 1
         layout = plan_layout(describe_leaves([torch.empty(size, dtype=torch.uint8) for size in sizes]))
-        memories = self.ring.fit(slot, layout, self.copy_stream)
+        memories = self.pool.fit(slot, layout, self.copy_stream)
         for segment, memory in zip(layout.segments, memories, strict=True):
             source = torch.full((segment.num_bytes,), self.number, dtype=torch.uint8)
             waits = [slot.released] if slot.was_lent else []
@@ -58,19 +58,19 @@ class RingModel(RuleBasedStateMachine):
         slot.copied.record(self.copy_stream)
         slot.is_written, slot.was_lent = True, False
         numbers = [(first + i) % len(memories) for i in range(len(memories))]  # a transform returns them in any order
-        loan = self.ring.lend(slot, numbers)
-        lent = [self.ring.lend_bytes(loan, number) for number in range(len(memories))]
+        loan = self.pool.lend(slot, numbers)
+        lent = [self.pool.lend_bytes(loan, number) for number in range(len(memories))]
         self.under_way.append((loan, view_leaves(layout, lent), self.number, slot))
 
     @rule(drop_last=st.booleans())
     def ask(self, drop_last):
         with self.device.on(self.stream):
-            self.ring.reclaim()
+            self.pool.reclaim()
             if not self.under_way:
                 return  # it waits
             loan, leaves, number, slot = self.under_way.pop(0)
             self.stream.wait_event(slot.copied)
-            self.ring.hand_out(loan, self.stream)
+            self.pool.hand_out(loan, self.stream)
             if drop_last and self.held:
                 self.held.pop()
             self.held.append((leaves, number, self.stream))
@@ -141,13 +141,13 @@ class RingModel(RuleBasedStateMachine):
 
     @invariant()
     def the_user_can_go_on(self):
-        if hasattr(self, "ring") and not self.under_way and len(self.ring._lent) <= 1:
-            assert len(self.ring._free) >= len(self.ring.buffers) - 1
+        if hasattr(self, "pool") and not self.under_way and len(self.pool._lent) <= 1:
+            assert len(self.pool._free) >= len(self.pool.buffers) - 1
 
     def teardown(self):
-        if not hasattr(self, "ring"):
+        if not hasattr(self, "pool"):
             return
-        self.ring.close()
+        self.pool.close()
         self.under_way.clear()
         after = []
         for size in sorted({raw.nbytes for raw in self.device.raw_of.values()} - {0}):
@@ -163,8 +163,8 @@ class RingModel(RuleBasedStateMachine):
         assert self.context.events.num_lent == 0
 
 
-TestRingModel = RingModel.TestCase
-TestRingModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestPoolModel = PoolModel.TestCase
+TestPoolModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def test_a_lease_whose_making_was_interrupted_ends_in_silence(monkeypatch):
@@ -176,7 +176,7 @@ def test_a_lease_whose_making_was_interrupted_ends_in_silence(monkeypatch):
 
 def test_an_interrupt_does_not_send_home_what_another_stream_still_reads():
     """Found by the model: a batch that the user has kept beyond the next is dropped, and Ctrl-C meets its finalizer."""
-    model = RingModel()
+    model = PoolModel()
     model.begin(num_slots=2, mood="lazy", seed=0)
     model.change_streams()  # to one that the memory is not allocated for
     for _ in range(2):
@@ -193,9 +193,9 @@ def test_an_interrupt_does_not_send_home_what_another_stream_still_reads():
 @pytest.mark.parametrize("ends", ["asks", "closes"])
 @pytest.mark.parametrize("what", ["kept", "made by a transform"])
 def test_what_an_interrupt_kept_from_going_home_goes_later(what, ends):
-    model = RingModel()
+    model = PoolModel()
     model.begin(num_slots=2, mood="eager", seed=0)
-    ring, device = model.ring, model.device
+    pool, device = model.pool, model.device
     model.change_streams()
     if what == "kept":
         for _ in range(2):
@@ -205,10 +205,10 @@ def test_what_an_interrupt_kept_from_going_home_goes_later(what, ends):
         model.held.pop()
     else:
         slot = model.take()
-        loan = ring.lend(slot, [])
+        loan = pool.lend(slot, [])
         memory = device.allocate(300)
-        model.held.append([ring.lend_other(loan, memory, device.default)])
-        ring.hand_out(loan, model.stream)
+        model.held.append([pool.lend_other(loan, memory, device.default)])
+        pool.hand_out(loan, model.stream)
         del memory
     model.drop_with_ctrl_c(point=0, before=True)
 
@@ -217,13 +217,13 @@ def test_what_an_interrupt_kept_from_going_home_goes_later(what, ends):
 
     before = held()
     if ends == "asks":
-        ring.reclaim()
-        ring.idle()
+        pool.reclaim()
+        pool.idle()
         assert held() == before - 1
     else:
-        ring.close()
+        pool.close()
         assert held() == 0
-    ring.close()
+    pool.close()
 
 
 @pytest.mark.parametrize("segments", [[0], [1], [1, 0], [2, 0, 1], [0, 2]])
@@ -233,17 +233,17 @@ def test_a_slot_comes_back_with_the_last_of_its_segments_whatever_their_numbers(
     assert loan.is_back()
 
 
-def test_the_event_of_a_slot_that_is_dropped_while_the_ring_is_closed_is_lent_to_nobody_else(monkeypatch):
+def test_the_event_of_a_slot_that_is_dropped_while_the_pool_is_closed_is_lent_to_nobody_else(monkeypatch):
     """The finalizer has claimed the batch by then, and not yet recorded where its use ends."""
     ctx, _ = make_virtual_context("lazy")
-    ring, layout = BufferPool(ctx, 2, ctx.current_stream()), plan_layout(describe_leaves([torch.ones(64)]))
-    slot, _ = ring.take()
-    ring.fit(slot, layout, ctx.streams.to_device)
+    pool, layout = BufferPool(ctx, 2, ctx.current_stream()), plan_layout(describe_leaves([torch.ones(64)]))
+    slot, _ = pool.take()
+    pool.fit(slot, layout, ctx.streams.to_device)
     slot.copied.record(ctx.streams.to_device)
     slot.is_written = True
-    leaves, loan = ring.lend_leaves(slot, layout), slot.lease
+    leaves, loan = pool.lend_leaves(slot, layout), slot.lease
     released = slot.released
-    ring.hand_out(loan, ctx.current_stream())
+    pool.hand_out(loan, ctx.current_stream())
     is_there, go_on, is_capturing = threading.Event(), threading.Event(), ctx.is_capturing
 
     def pause():
@@ -252,13 +252,13 @@ def test_the_event_of_a_slot_that_is_dropped_while_the_ring_is_closed_is_lent_to
             assert go_on.wait(10)
         return is_capturing()
 
-    ring._is_capturing = pause
+    pool._is_capturing = pause
     held = [leaves]
     del leaves
     dropping = threading.Thread(target=held.clear)
     dropping.start()
     assert is_there.wait(10)
-    ring.close()
+    pool.close()
     lent = [ctx.events.acquire() for _ in range(4)]
     assert not any(event is released for event in lent)
     go_on.set()

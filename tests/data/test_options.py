@@ -491,7 +491,7 @@ def test_whatever_comes_out_of_a_transform_arrives(make_feed, transform):
 
     kept = []
     for batch, sent in zip(make_feed(batches, transform=both), batches, strict=True):
-        kept.append((batch, both(sent)))  # so that every other one leaves the ring
+        kept.append((batch, both(sent)))  # so that every other one leaves the pool
         if len(kept) == 3:
             kept.pop(0)
         for got, wanted in kept:

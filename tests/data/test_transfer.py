@@ -163,15 +163,15 @@ def test_memory_does_not_go_back_while_helpers_write_to_it(monkeypatch):
     """An interrupt came before anybody knew of the slot."""
     ctx, _device = make_virtual_context("eager")
     leaves = [torch.ones(1 << 20)]
-    ring = staging.StagingPool(ctx, 2)
+    pool = staging.StagingPool(ctx, 2)
     layout = plan_layout(describe_leaves(leaves))
     addresses = array("Q", [leaves[0].data_ptr()])
-    ring.begin_fill(layout, *cut(layout, sys.maxsize), leaves, threading.Event(), addresses)
-    (slot,) = ring._buffers
+    pool.begin_fill(layout, *cut(layout, sys.maxsize), leaves, threading.Event(), addresses)
+    (slot,) = pool._buffers
     assert slot.filling is not None
     unfinished = []
     monkeypatch.setattr(ctx, "release_pinned", lambda *_, **__: unfinished.append(slot.filling is not None))
-    ring.close()
+    pool.close()
     assert unfinished == [False]
 
 
@@ -370,15 +370,15 @@ def test_slots_are_free_when_a_copy_enqueued_later_is_over(late):
     device.run_some = lambda: None  # no time passes while it is asked
     leaves = [torch.ones(64)]
     layout = plan_layout(describe_leaves(leaves))
-    ring = staging.StagingPool(ctx, 3)
+    pool = staging.StagingPool(ctx, 3)
 
     def fill():
-        slot = ring.begin_fill(layout, *cut(layout, sys.maxsize), leaves, threading.Event())
+        slot = pool.begin_fill(layout, *cut(layout, sys.maxsize), leaves, threading.Event())
         slot.finish()
         return slot
 
     def send(slot):
-        slot.busy, slot.turn = True, next(ring.turns)
+        slot.busy, slot.turn = True, next(pool.turns)
         slot.copied.record(ctx.streams.to_device)
 
     first, second, third = fill(), fill(), fill()
@@ -387,13 +387,13 @@ def test_slots_are_free_when_a_copy_enqueued_later_is_over(late):
     device.synchronize()
     send(first if late else third)
     queries = device.num_queries
-    found = ring._find(layout.num_bytes)
+    found = pool._find(layout.num_bytes)
     assert (found is first) is not late  # else it takes a new one
-    is_read = [slot.busy and slot.turn > ring._over for slot in (first, second, third)]
+    is_read = [slot.busy and slot.turn > pool._over for slot in (first, second, third)]
     assert is_read == ([True, False, True] if late else [False, False, True])
     assert device.num_queries == queries + (2 if late else 1)
     device.synchronize()
-    ring.close()
+    pool.close()
 
 
 def test_a_missing_wait_at_the_end_is_caught(virtual_feed, monkeypatch):
@@ -425,7 +425,7 @@ def test_a_feed_keeps_to_what_a_few_batches_need(virtual_feed):
             device.read(batch[0], [])
             del batch
         settle(device)
-    assert device.num_pins == 1  # the whole ring at once, for all epochs
+    assert device.num_pins == 1  # the whole pool at once, for all epochs
     assert len(device.streams) == 2  # the consumer's and the copy stream, for life
     assert device.num_raw == 2  # depth times a batch on the device, in one parcel each
     assert len(device.context.events._idle[False]) <= 3 + 2 * 2 + 2  # pinned slots, slots, and one in passing
@@ -899,15 +899,15 @@ def test_a_slot_that_was_left_to_the_consumer_is_never_taken_for_one_that_is_fre
     device.free_bytes = 0
     with pytest.raises(torch.OutOfMemoryError):
         kept.extend(passing)
-    ring, seen = fed._engine.transfer._pinned, []
-    is_left = [slot for slot in ring._buffers if slot.left]
+    pool, seen = fed._engine.transfer._pinned, []
+    is_left = [slot for slot in pool._buffers if slot.left]
 
-    def count_turns(turns=ring.turns):
+    def count_turns(turns=pool.turns):
         for turn in turns:
-            seen.append([slot.left or slot.turn > ring._over for slot in is_left])
+            seen.append([slot.left or slot.turn > pool._over for slot in is_left])
             yield turn
 
-    ring.turns = count_turns()
+    pool.turns = count_turns()
     device.free_bytes = None
     kept += passing
     assert is_left

@@ -21,9 +21,9 @@ from millstream.device import Place, StreamMarker
 from millstream.errors import ArgumentError, DeviceError, FeedError
 from millstream.results import fetch, fetch_each
 from millstream.results import fetcher as fetcher_module
-from millstream.results.fetcher import LARGE_BYTES, RING_BYTES, Fetcher
+from millstream.results.fetcher import LARGE_BYTES, POOL_BYTES, Fetcher
+from millstream.results.pool import ResultPool, Stretch
 from millstream.results.result import Fetched, Result, fail
-from millstream.results.ring import Ring, Stretch
 from tests.device.virtual_device import make_virtual_context
 from tests.interrupts import interrupt_everywhere
 
@@ -139,15 +139,15 @@ def test_trees_of_all_sizes_come_back_in_order(sizes):
     assert [i for i in order if i in on_device] == on_device
 
 
-def test_large_results_and_a_full_ring_wait_their_turn(fetcher):
-    small = [torch.full((LARGE_BYTES // 8,), float(i)) for i in range(40)]  # half of what is large: the ring is passed
-    large = [torch.full((RING_BYTES,), float(i)) for i in range(3)]
+def test_large_results_and_a_full_pool_wait_their_turn(fetcher):
+    small = [torch.full((LARGE_BYTES // 8,), float(i)) for i in range(40)]  # half of what is large: the pool is passed
+    large = [torch.full((POOL_BYTES,), float(i)) for i in range(3)]
     futures = [fetcher.put([a]) for a in small[:20]] + [fetcher.put([a]) for a in large]
     futures += [fetcher.put([a]) for a in small[20:]]
     for future, tensor in zip(futures, small[:20] + large + small[20:], strict=True):
         assert torch.equal(future.result(DEADLINE_S)[0], tensor)
     assert not fetcher._stretches._taken
-    assert fetcher.context._arena.num_lent == 1  # the ring's own
+    assert fetcher.context._arena.num_lent == 1  # the pool's own
 
 
 def test_what_is_asked_for_while_a_copy_is_under_way_travels_together(fetcher):
@@ -417,27 +417,27 @@ def test_awaiting():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
-def test_stretches_of_the_ring_never_overlap(moves):
-    ring, model = Ring(32, 4), []
+def test_stretches_of_the_pool_never_overlap(moves):
+    pool, model = ResultPool(32, 4), []
     for give_back, size in moves:
         if give_back:
             if model:
                 given_back = model.pop(size % len(model))  # not only the oldest
-                ring.give_back(given_back)
-                ring.give_back(given_back)
-            assert not [each for each in model if each not in ring._taken]
+                pool.give_back(given_back)
+                pool.give_back(given_back)
+            assert not [each for each in model if each not in pool._taken]
             continue
         stretch = Stretch()
-        if not ring._place(stretch, size):
-            assert model  # an empty ring has room for anything that fits into it
+        if not pool._place(stretch, size):
+            assert model  # an empty pool has room for anything that fits into it
             continue
         assert stretch.start >= 0
         assert stretch.end == stretch.start + size <= 32
         assert all(stretch.end <= other.start or other.end <= stretch.start for other in model)
         model.append(stretch)
     for stretch in model:
-        ring.give_back(stretch)
-    assert not ring._taken
+        pool.give_back(stretch)
+    assert not pool._taken
 
 
 def test_ctrl_c_at_any_moment_loses_no_place_and_no_space():
@@ -465,7 +465,7 @@ def test_ctrl_c_at_any_moment_loses_no_place_and_no_space():
         assert not fetcher._stretches._taken
         ctx.close()
 
-    assert len(interrupt_everywhere(run, "/results/fetcher.py", "/results/ring.py")) > 20
+    assert len(interrupt_everywhere(run, "/results/fetcher.py", "/results/pool.py")) > 20
 
 
 def test_space_of_a_call_that_ctrl_c_ended_is_free_when_its_stream_is_through_and_not_before(monkeypatch):
@@ -480,7 +480,7 @@ def test_space_of_a_call_that_ctrl_c_ended_is_free_when_its_stream_is_through_an
 
     def mark(*arguments, **options):
         marks.append(arguments)
-        if len(marks) == 2:  # the first is of the ring itself; this one stands after the copy into it
+        if len(marks) == 2:  # the first is of the pool itself; this one stands after the copy into it
             raise KeyboardInterrupt
         return StreamMarker(*arguments, **options)
 

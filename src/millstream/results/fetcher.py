@@ -1,9 +1,9 @@
 """The way of results to the host: the caller's side and the fetcher's thread.
 
-The caller's thread copies the result, on the device and on its own stream, into a stretch of a ring: whatever happens
-to the original next (a graph overwrites it, the allocator hands its memory out), comes after that. The fetcher's thread
-then brings the stretch to the host on a stream of its own, into pinned memory laid out in the same way, and waits for
-it there. What the device has finished while one copy was under way travels together in the next.
+The caller's thread copies the result, on the device and on its own stream, into a stretch of a buffer pool: whatever
+happens to the original next (a graph overwrites it, the allocator hands its memory out), comes after that. The
+fetcher's thread then brings the stretch to the host on a stream of its own, into pinned memory laid out in the same
+way, and waits for it there. What the device has finished while one copy was under way travels together in the next.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from millstream.data.transfer.layout import describe_apart, is_plain, narrow_rep
 from millstream.device import DeviceContext, Stream, StreamMarker, wait_until_reached
 from millstream.device.drivers.base import Copies
 from millstream.errors import DeviceError, FeedError
+from millstream.results.pool import PoolClosed, ResultPool
 from millstream.results.result import Fetched, Result, bring, fail, flatten, read
-from millstream.results.ring import Ring, RingClosed
 
 _logger = logging.getLogger(__name__)
 
-RING_BYTES = 1 << 20
+POOL_BYTES = 1 << 20
 """Room for the results on their way: 4,096 losses."""
 
-LARGE_BYTES = RING_BYTES // 8
+LARGE_BYTES = POOL_BYTES // 8
 """A result from here on travels by itself, in memory of its own."""
 
 DEPTH = 256
@@ -53,10 +53,10 @@ class Fetcher:
         self.context = device
         self.closed = False
         self._orders: queue.SimpleQueue[Result | None] = queue.SimpleQueue()
-        self._stretches = Ring(RING_BYTES, depth)
-        self._ring: Tensor | None = None
+        self._stretches = ResultPool(POOL_BYTES, depth)
+        self._buffer: Tensor | None = None
         self._host: Tensor | None = None
-        self._made: StreamMarker | None = None  # after the ring's allocation
+        self._made: StreamMarker | None = None  # after the allocation of the pool's buffer
         self._stopped = threading.Event()
         self._lock = threading.RLock()  # of the callers: results are enqueued in the order in which they are counted
         self._thread: threading.Thread | None = None
@@ -104,7 +104,7 @@ class Fetcher:
                 self._stretches.count(result.stretch)
             with self._lock if may_wait else nullcontext():
                 if self.closed:
-                    raise RingClosed
+                    raise PoolClosed
                 self._snapshot(result, leaves, is_alone=not may_wait or result.num_bytes >= LARGE_BYTES)
                 self._orders.put(result)
             if self._stopped.is_set():
@@ -112,7 +112,7 @@ class Fetcher:
         except BaseException as error:
             # Ctrl-C may come at any moment. The other thread sees what came of it, and takes everything back once.
             self._orders.put(result)
-            if isinstance(error, RingClosed):
+            if isinstance(error, PoolClosed):
                 closed = f"The context of {self.context.place} is closed; nothing can be fetched."
                 raise DeviceError(closed) from None
             if not isinstance(error, RuntimeError):
@@ -129,7 +129,7 @@ class Fetcher:
                 self._orders.put(None)
 
     def _snapshot(self, result: Result, leaves: Sequence[Tensor], *, is_alone: bool) -> None:
-        """Copy what the caller's stream will have made, on that stream; into the ring, if it is not to be alone."""
+        """Copy what the caller's stream will have made, on that stream; into the pool, if it is not to be alone."""
         device = self.context
         stream = result.home = device.current_stream()
         with torch.inference_mode(False), torch.no_grad():
@@ -149,16 +149,16 @@ class Fetcher:
     def _take_space(self, result: Result, stream: Stream) -> Tensor:
         if self._made is None:
             with self.context.capture_lock:
-                ring, host = self.context.driver.allocate(RING_BYTES), self.context.pinned(RING_BYTES)
+                buffer, host = self.context.driver.allocate(POOL_BYTES), self.context.pinned(POOL_BYTES)
             made = StreamMarker(self.context, stream, timing=False)
-            self._ring, self._host, self._made = ring, host, made  # at once: an interrupt may end this before
+            self._buffer, self._host, self._made = buffer, host, made  # at once: an interrupt may end this before
         assert self._made is not None
         if self._made.stream != stream:
             stream.wait_event(self._made.event)  # WAW: what the memory was before, on the stream that it was taken for
         self._stretches.take(result.stretch, result.num_bytes)
-        assert self._ring is not None
+        assert self._buffer is not None
         result.host = self._host
-        return self._ring[result.stretch.start : result.stretch.end]
+        return self._buffer[result.stretch.start : result.stretch.end]
 
     def _can_be_staged(self, leaf: Any) -> bool:
         return (
@@ -245,7 +245,7 @@ class Fetcher:
             _logger.exception("A callback of a fetched result has raised")
 
     def _copy(self, results: list[Result]) -> StreamMarker:
-        """Enqueue the copies: one for all that lie in the ring one after the other, one for each large one."""
+        """Enqueue the copies: one for all that lie in the pool one after the other, one for each large one."""
         device, stream = self.context, self.context.streams.to_host
         runs: list[list[int]] = []
         for result in results:
@@ -260,9 +260,9 @@ class Fetcher:
                     runs.append([result.stretch.start, result.stretch.start])
                 runs[-1][1] = result.stretch.end
         for start, end in runs:
-            assert self._ring is not None
+            assert self._buffer is not None
             assert self._host is not None
-            device.driver.copy(Copies([(self._host[start:end], self._ring[start:end])], stream))
+            device.driver.copy(Copies([(self._host[start:end], self._buffer[start:end])], stream))
             self.num_copies += 1
         return StreamMarker(device, stream, timing=False)
 
@@ -305,7 +305,7 @@ class Fetcher:
             try:
                 if self._host is not None and self._made is not None and not self.context.closed:
                     self._release_late(self._host, self._made.stream)
-                self._ring = self._host = self._made = None
+                self._buffer = self._host = self._made = None
             finally:
                 self._lock.release()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from millstream.data.transfer.layout import LeafSpec, view_leaf
 from millstream.device import Stream, StreamMarker
 from millstream.errors import never_the_end, skip_frames
-from millstream.results.ring import Stretch
+from millstream.results.pool import Stretch
 from millstream.tree import Unflatten, tree_flatten
 
 
@@ -47,12 +47,12 @@ class Result:
     staged: Sequence[int] = ()  # the leaves that are on their way
     specs: Sequence[LeafSpec] = ()
     offsets: Sequence[int] = ()  # of the leaves, from its start
-    stretch: Stretch = field(default_factory=Stretch)  # of the ring, if it does not travel by itself
+    stretch: Stretch = field(default_factory=Stretch)  # of the pool, if it does not travel by itself
     num_bytes: int = 0
     own: Tensor | None = None  # device memory of a large one
     ready: StreamMarker | None = None  # after the copy on the caller's stream
     home: Stream | None = None
-    host: Tensor | None = None  # where it arrives: the whole pinned ring, or memory of its own
+    host: Tensor | None = None  # where it arrives: the whole pinned pool, or memory of its own
 
 
 def flatten(value: Any) -> tuple[list[Any], Unflatten]:

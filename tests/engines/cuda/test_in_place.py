@@ -56,7 +56,7 @@ def slot(number):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, MOST_GRAPHS])
-def test_a_ring_gets_a_graph_per_slot_once_it_has_come_round_twice(depth):
+def test_a_pool_gets_a_graph_per_buffer_once_it_has_come_round_twice(depth):
     in_place = InPlaceCache({0: MIB})
     graphs = [call(in_place, slot(1 + turn % depth)) for turn in range(5 * depth)]
     assert graphs[: LEAST_RETURNS * depth] == [None] * LEAST_RETURNS * depth
@@ -78,7 +78,7 @@ def test_of_more_addresses_than_graphs_some_are_copied_for_good():
     assert [graph is not None for graph in first[-depth:]] == [True] * MOST_GRAPHS + [False] * 4
 
 
-def test_another_ring_takes_the_place_of_one_that_serves_no_more():
+def test_another_pool_takes_the_place_of_one_that_serves_no_more():
     in_place = InPlaceCache({0: MIB})
     for turn in range(10 * MOST_GRAPHS):
         call(in_place, slot(1 + turn % MOST_GRAPHS))
@@ -88,7 +88,7 @@ def test_another_ring_takes_the_place_of_one_that_serves_no_more():
 
 
 def test_each_graph_that_had_to_go_makes_the_next_one_harder_to_get():
-    """Rings that come and go: the captures become few against the calls."""
+    """Pools that come and go: the captures become few against the calls."""
     in_place = InPlaceCache({0: MIB})
     captures = []
     for generation in range(40):
@@ -213,8 +213,8 @@ def on_graphs(compiled):
     return executable.engine
 
 
-class Ring:
-    """Slots of a feeder: batches at so many addresses in turn, aligned as on a device."""
+class BufferPool:
+    """Buffers of a feeder: batches at so many addresses in turn, aligned as on a device."""
 
     def __init__(self, depth, *like):
         self._slots = [[aligned(tensor.shape, tensor.dtype) for tensor in like] for _ in range(depth)]
@@ -315,22 +315,22 @@ def test_a_thread_captures_only_what_it_has_run(device):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_inference_reads_the_slots_of_a_ring(device, depth):
+def test_inference_reads_the_buffers_of_a_pool(device, depth):
     model = networks.Mlp().eval()
     compiled = ms.compile(model, strict=True)
     shape = networks.example(networks.Mlp)[0].shape
-    ring = Ring(depth, torch.empty(shape))
+    pool = BufferPool(depth, torch.empty(shape))
     with torch.no_grad():
         compiled(torch.randn(shape))
         engine = on_graphs(compiled)
         for _ in range(10 * depth):
-            (x,) = ring.next(torch.randn(shape))
+            (x,) = pool.next(torch.randn(shape))
             networks.assert_close(compiled(x), model(x))
         assert engine.num_in_place == depth
         base = engine._captured.graph.num_replays
         slots = [slot.clone() for slot in engine._captured._slots]
         for _ in range(2 * depth):
-            (x,) = ring.next(torch.randn(shape))
+            (x,) = pool.next(torch.randn(shape))
             networks.assert_close(compiled(x), model(x))
         assert engine._captured.graph.num_replays == base  # the graph that copies has nothing to do any more
         assert all(map(torch.equal, engine._captured._slots, slots))  # and nothing is copied
@@ -387,13 +387,13 @@ def test_what_is_written_is_never_read_in_place(device):
         return x + y + count
 
     compiled = ms.compile(function, strict=True)
-    ring = Ring(2, torch.empty(300), torch.empty(300))
+    pool = BufferPool(2, torch.empty(300), torch.empty(300))
     count, expected_count = torch.zeros(()), torch.zeros(())
     with torch.no_grad():
-        compiled(*ring.next(torch.randn(300), torch.randn(300)), torch.zeros(()))
+        compiled(*pool.next(torch.randn(300), torch.randn(300)), torch.zeros(()))
         engine = on_graphs(compiled)
         for _ in range(20):
-            x, y = ring.next(torch.randn(300), torch.randn(300))
+            x, y = pool.next(torch.randn(300), torch.randn(300))
             expected_y = y.clone()
             expected = function(x, expected_y, expected_count)
             networks.assert_close(compiled(x, y, count), expected)
@@ -418,7 +418,7 @@ def test_an_input_over_the_bytes_of_another_is_copied(device):
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_a_step_reads_the_slots_of_a_ring_and_trains_as_before(device, depth):
+def test_a_step_reads_the_buffers_of_a_pool_and_trains_as_before(device, depth):
     batches = [networks.example(networks.Mlp) for _ in range(30)]
 
     def train(forced):
@@ -431,10 +431,10 @@ def test_a_step_reads_the_slots_of_a_ring_and_trains_as_before(device, depth):
         def step(x, y):
             return networks.train_once(model, optimizer, x, y)
 
-        ring = Ring(depth, *batches[0])
+        pool = BufferPool(depth, *batches[0])
         losses, engine = [], None
         for batch in batches:
-            losses.append(step(*ring.next(*batch)))
+            losses.append(step(*pool.next(*batch)))
             if engine is None and step.graphs:
                 engine = on_graphs(step)
         return engine, [*losses, *model.parameters(), *networks.optimizer_state(optimizer)]
@@ -450,12 +450,12 @@ def test_a_capture_that_fails_leaves_the_copies(device):
     model = networks.Mlp().eval()
     compiled = ms.compile(model, strict=True)
     shape = networks.example(networks.Mlp)[0].shape
-    ring = Ring(2, torch.empty(shape))
+    pool = BufferPool(2, torch.empty(shape))
     with torch.no_grad():
         compiled(torch.randn(shape))
         engine = on_graphs(compiled)
         for turn in range(12):
-            (x,) = ring.next(torch.randn(shape))
+            (x,) = pool.next(torch.randn(shape))
             networks.assert_close(compiled(x), model(x))
             if turn == 1:  # captured by now
                 device.error = torch.OutOfMemoryError("no memory")

@@ -67,7 +67,7 @@ def test_a_fed_step_trains_alike(depth, streams, monkeypatch):
 
     (none, kept, before), (some, kept_after, after) = train(False), train(True)
     assert (none, some) == (0, depth)
-    assert kept_after == kept  # a graph that held a batch would take it out of the ring
+    assert kept_after == kept  # a graph that held a batch would take it out of the pool
     assert_identical(before, after)
 
 

@@ -1,7 +1,7 @@
 """Whether inputs are read where their caller has them, instead of being copied first: decisions, without a device.
 
 A captured graph reads fixed addresses; inputs are copied there before each replay. What a feeder brings lies in the
-slots of a ring, at a few addresses in turn. Once a set of addresses has come back, another graph of the same plan can
+buffers of a pool, at a few addresses in turn. Once a set of addresses has come back, another graph of the same plan can
 be captured that reads its inputs at just these addresses, and the copy is saved.
 
 **Contract**
@@ -30,9 +30,9 @@ LEAST_SHARE = 0.005  # of a call's time on the device, that copies must take: be
 LARGE_BYTES = 1 << 16  # inputs from here on are worth a graph even if the small ones beside them are never in one place
 ALIGNMENT_BYTES = 256  # as slots have it: kernels are compiled for 16 bytes, and cuBLASLt chooses by up to 256
 
-MOST_GRAPHS = 8  # a feeder's ring has 2 slots, or up to 8
+MOST_GRAPHS = 8  # a feeder's pool has 2 buffers, or up to 8
 LEAST_RETURNS = 2  # so often a set of addresses must have come back: what happened once may be chance
-PATIENCE = 4 * MOST_GRAPHS  # calls in which every slot of a ring comes round several times
+PATIENCE = 4 * MOST_GRAPHS  # calls in which every buffer of a pool comes round several times
 SAMPLES = 15  # timed calls of each kind: the median of so many tells half a percent
 
 

@@ -1,4 +1,4 @@
-"""Memory for results on their way to the host: stretches of one ring, given out in order and bounded in number."""
+"""Memory for results on their way to the host: stretches of one buffer, given out in order and bounded in number."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-class RingClosed(Exception):  # noqa: N818 - a fact about the ring
+class PoolClosed(Exception):  # noqa: N818 - a fact about the pool
     """Nothing is given out any more."""
 
 
 @dataclass(slots=True, eq=False)
 class Stretch:
-    """A part of the ring; of a result that travels by itself, no bytes of it.
+    """A part of the pool; of a result that travels by itself, no bytes of it.
 
     Attributes:
         start, end: Its first byte, and the one after its last.
@@ -29,7 +29,7 @@ class Stretch:
     is_over: bool = False
 
 
-class Ring:
+class ResultPool:
     """Gives out stretches; what is over is given out again when all before it is.
 
     An interrupt may meet ``take`` at any moment; what it has given out by then lies in the caller's stretch.
@@ -51,7 +51,7 @@ class Ring:
         """Wait until one more may be out, and count it.
 
         Raises:
-            RingClosed: It is closed, and there is none.
+            PoolClosed: It is closed, and there is none.
         """
         self._wait_for(lambda: self._count(stretch))
 
@@ -66,7 +66,7 @@ class Ring:
         """Wait until there are so many bytes, and make them the stretch's.
 
         Raises:
-            RingClosed: It is closed, and there is no room.
+            PoolClosed: It is closed, and there is no room.
         """
         self._wait_for(lambda: self._place(stretch, num_bytes))
 
@@ -112,6 +112,6 @@ class Ring:
                 if get():
                     return
                 if self.is_closed:
-                    raise RingClosed
+                    raise PoolClosed
                 self._waiters.append(waiter)
             waiter.get()
