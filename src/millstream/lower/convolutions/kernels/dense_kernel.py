@@ -107,7 +107,7 @@ def dense(
         HAS_ADDEND: Whether any has an addend. Without it, numbers need not change between threads on the way.
         IS_HALVED: Whether a tile's products are summed in two halves, of which neither waits for the other.
         IS_SPLIT: Whether each sum is split among blocks; ``reduce_partials`` has to follow.
-        STARTS_EARLY: Whether to start before the kernel in front has ended (``early.py``).
+        STARTS_EARLY: Whether to start before the kernel in front has ended (``dependent_launch.py``).
     """
     which = tl.program_id(2)
     split = 0

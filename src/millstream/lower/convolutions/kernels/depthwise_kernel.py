@@ -65,7 +65,7 @@ def depthwise(
         IS_RELU: Whether to apply relu to the images.
         WINDOWS: Height and width of the first window, and of the second if there is one.
         RUN: Four.
-        STARTS_EARLY: Whether to start before the kernel in front has ended (``early.py``).
+        STARTS_EARLY: Whether to start before the kernel in front has ended (``dependent_launch.py``).
     """
     which = tl.program_id(2)
     image, weight, out = choose(images, which), choose(weights, which), choose(outs, which)

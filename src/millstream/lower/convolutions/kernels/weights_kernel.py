@@ -42,7 +42,7 @@ def convert(
         NUM_TAPS: Of all windows.
         IS_LAST: Whether the weights have their channels last already.
         IS_WIDENED: Whether any weight has fewer channels than what is written.
-        STARTS_EARLY: Whether to start before the kernel in front has ended (``early.py``).
+        STARTS_EARLY: Whether to start before the kernel in front has ended (``dependent_launch.py``).
     """
     tile = tl.program_id(0)
     which = 0
