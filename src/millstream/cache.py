@@ -9,7 +9,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,11 +58,16 @@ def write(path: Path, content: str | bytes, mode: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path, patience_s: float) -> Iterator[bool]:
+def alone(path: Path, patience_s: float, tell: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Keep other processes out that ask for the same file, as long as this one lives; the file may be empty.
 
     Where the system has no such lock, the folder is read only, or somebody does not give it back for ``patience_s``,
     it continues without.
+
+    Args:
+        path: Of the file.
+        patience_s: So long it waits at most.
+        tell: Called once where it has to wait.
 
     Yields:
         Whether another process had it, which may have left what this one wants.
@@ -79,6 +84,8 @@ def alone(path: Path, patience_s: float) -> Iterator[bool]:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
+                    if not has_waited:
+                        tell()
                     has_waited = True
                     time.sleep(0.01)
                 else:

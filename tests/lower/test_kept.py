@@ -440,7 +440,13 @@ def test_any_device_of_a_kind_finds_what_another_one_made(monkeypatch):
 def test_one_process_lowers_and_others_wait(kept, folder, monkeypatch, has_lowered):
     fcntl = pytest.importorskip("fcntl")
     monkeypatch.setattr(compiling, "compile_fx", compile_fx)
-    monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
+    locks = []
+
+    def note_locks(*args, **kwargs):
+        locks.extend(folder.glob("*.lock"))
+        refuse()
+
+    monkeypatch.setattr(compiling, "compile_fx_inner", note_locks)
     programs = {path: path.read_bytes() for path in folder.iterdir()}
     for path in programs:
         path.unlink()
@@ -457,6 +463,7 @@ def test_one_process_lowers_and_others_wait(kept, folder, monkeypatch, has_lower
         stack.close()  # also where the other process has died
         with contextlib.nullcontext() if has_lowered else lowered_anew():
             assert same(waiting.result(60), kept[1])
+    assert len(locks) < len(programs), "what the other process did not leave is lowered by all at once"
 
 
 def test_who_is_kept_waiting_for_too_long_lowers(kept, folder, monkeypatch):

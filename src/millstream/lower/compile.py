@@ -49,7 +49,7 @@ from millstream.lower.inductor.fx_wrapper import collect_wrappers
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
 from millstream.lower.inductor.shortcuts import no_collections, shortcuts
-from millstream.lower.kept import Record, open_record
+from millstream.lower.kept import Found, Record, open_record
 from millstream.lower.program import Program
 from millstream.lower.segments import Segments, cut, has_collectives
 from millstream.lower.symbolic import SymbolicProgram
@@ -320,12 +320,8 @@ def _lower(
     record = open_record(graph, inputs, facts, options)
     symbolic = False
     with contextlib.ExitStack() as stack:
-        found = None if record is None else record.load()
         # Of collectives Inductor may ask all ranks, and none of them may wait for another one here.
-        if record is not None and found is None and not has_collectives(graph.graph):
-            progress.phase("waiting for another process")
-            if stack.enter_context(record.alone()):
-                found = record.load()
+        found = _find(record, stack, waits=not has_collectives(graph.graph))
         if found is not None:
             program = _named(found.program, name)
             _tell_strides(found.strides)
@@ -334,6 +330,18 @@ def _lower(
             if record is not None:
                 record.save(program, wrapper, _told_strides())
     return _as_lowered(program, phase, visible, start, record, symbolic=symbolic)
+
+
+def _find(record: Record | None, stack: contextlib.ExitStack, *, waits: bool) -> Found | None:
+    """The program on disk. Where it is not there yet, other processes wait until ``stack`` is closed."""
+    if record is None:
+        return None
+    found = record.load()
+    if found is None and waits and stack.enter_context(record.alone()):
+        found = record.load()
+        if found is None:  # another process has lowered it and could not keep it: now all do so at once
+            stack.close()
+    return found
 
 
 def _lower_anew(

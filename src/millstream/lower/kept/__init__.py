@@ -4,6 +4,6 @@
 its Triton kernels, and ``records.py`` brings all to a file.
 """
 
-from millstream.lower.kept.records import Record, open_record
+from millstream.lower.kept.records import Found, Record, open_record
 
-__all__ = ["Record", "open_record"]
+__all__ = ["Found", "Record", "open_record"]

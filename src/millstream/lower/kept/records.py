@@ -21,11 +21,13 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from millstream import progress
 from millstream._torch.compiler.expressions import guards_of, hold_guards, symbols_of
 from millstream.cache import alone, cache_folder, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
@@ -126,7 +128,7 @@ class Record:
             Whether this one has waited; then the program may be there.
         """
         path = _path(self.digest, 0).with_suffix(".lock")
-        with alone(path, PATIENCE_S) as has_waited:
+        with alone(path, PATIENCE_S, partial(progress.phase, "waiting for another process")) as has_waited:
             try:
                 yield has_waited
             finally:
