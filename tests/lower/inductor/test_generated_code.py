@@ -54,6 +54,7 @@ X, Y, SIZE = sympy.symbols("x y s", integer=True, nonnegative=True)
         *(FloorDiv(X, 16) + X, FloorDiv(X, 3), FloorDiv(Y, 3) + 5 * X, ModularIndexing(X, 1, 16), X - X),
         *(ModularIndexing(Y, 2, 5) + ModularIndexing(X, 16, 8), FloorDiv(X + Y, 16), sympy.Ge(SIZE, 1024)),
         *(Min(5, FloorDiv(X, 2)) + 6 * Max(0, Y - 1), SIZE * Min(SIZE, X) - X, Max(0, X - 64) + Y, Min(X, X + 3)),
+        *(FloorDiv(X, SIZE - 1), X + FloorDiv(FloorDiv(X, 2), SIZE - 1), ModularIndexing(X, 1, SIZE - 1)),
     ],
     ids=str,
 )

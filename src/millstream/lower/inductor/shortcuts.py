@@ -125,8 +125,11 @@ def _growth_with(var: sympy.Symbol, index: Any, vec_length: int | None) -> sympy
     growth = index.xreplace({var: var + sympy.S.One}) - index
     others = dict.fromkeys(growth.free_symbols - {var}, sympy.S.One)
     values = (growth.xreplace({**others, var: sympy.Integer(value)}) for value in range(2 * (vec_length or 4)))
-    first = next(values)
-    return growth if first.is_Integer and any(value.is_Integer and value != first for value in values) else None
+    with contextlib.suppress(ArithmeticError, AssertionError, TypeError, ValueError):  # division by a size less one
+        first = next(values)
+        if first.is_Integer and any(value.is_Integer and value != first for value in values):
+            return growth
+    return None
 
 
 def _is_for_nothing(kernel: Any) -> bool:
