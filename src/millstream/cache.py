@@ -58,19 +58,18 @@ def write(path: Path, content: str | bytes, mode: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path, patience_s: float, tell: Callable[[], None] = lambda: None) -> Iterator[bool]:
-    """Keep other processes out that ask for the same file, as long as this one lives; the file may be empty.
+def file_lock(path: Path, timeout_s: float, on_wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
+    """Hold a lock that one process at a time can have; the system releases it where the process dies.
 
-    Where the system has no such lock, the folder is read only, or somebody does not give it back for ``patience_s``,
-    it continues without.
+    The block runs without the lock where the system has none, the folder cannot be written, or the time is over.
 
     Args:
-        path: Of the file.
-        patience_s: So long it waits at most.
-        tell: Called once where it has to wait.
+        path: A file that the lock is on; it is made, empty, where there is none.
+        timeout_s: How long to wait for it at most.
+        on_wait: Called once where another process has it.
 
     Yields:
-        Whether another process had it, which may have left what this one wants.
+        Whether another process had it.
     """
     with contextlib.ExitStack() as stack:
         has_waited = False
@@ -79,13 +78,13 @@ def alone(path: Path, patience_s: float, tell: Callable[[], None] = lambda: None
 
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = stack.enter_context(path.open("a"))
-            deadline = time.monotonic() + patience_s
+            deadline = time.monotonic() + timeout_s
             while time.monotonic() < deadline:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     if not has_waited:
-                        tell()
+                        on_wait()
                     has_waited = True
                     time.sleep(0.01)
                 else:

@@ -356,8 +356,11 @@ def test_what_others_can_write_is_not_read(folder, whose):
         take_steps()
 
 
-def test_switched_off_nothing_is_found(folder, monkeypatch):
+def test_switched_off_nothing_is_found_and_nothing_waits(folder, monkeypatch):
     monkeypatch.setenv("MILLSTREAM_WARM_START", "0")
+    monkeypatch.setattr("millstream.lower.kept.records.file_lock", fail_with(errno.EDEADLK))
+    monkeypatch.setattr(compiling, "compile_fx", compile_fx)
+    monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
     with lowered_anew():
         take_steps()
 

@@ -20,7 +20,7 @@ from millstream.insight import Cause
 from millstream.insight.host import spans_of
 from millstream.trace import Session, frames
 from millstream.trace.log import Log
-from millstream.trace.sampler import MAX_THREADS, Sampler
+from millstream.trace.sampler import MAX_THREADS, Look, Sampler, ThreadLook, cpu_ns_of_threads
 
 
 def look():
@@ -208,6 +208,20 @@ def test_thread_that_works_is_looked_at_where_nothing_steps():
         thread.start()
         thread.join()
     assert run.findings.recording.thread == thread.ident
+
+
+@pytest.mark.parametrize(("num_first", "expected"), [(2, {0: 30, 1: 10, 99: 70}), (MAX_THREADS, {0: 30, 1: 10, 99: 0})])
+def test_a_thread_that_begins_within_a_profile_counts_from_its_start(num_first, expected):
+    """Where the first look had no room for all threads, one that is missing in it may have run before."""
+
+    def look(at_ns, **cpu_ns):
+        threads = [ThreadLook(int(name[1:]), (), ran_ns, -1, None) for name, ran_ns in cpu_ns.items()]
+        return Look(at_ns, 0, (), 0, tuple(threads))
+
+    first = {f"t{ident}": 100 for ident in range(num_first)}
+    found = cpu_ns_of_threads([look(0, **first), look(1, t0=130, t1=110, t99=70)])
+    assert {ident: found[ident] for ident in expected} == expected
+    assert cpu_ns_of_threads([]) == {}
 
 
 def test_two_optimizers_that_take_turns_make_one_step():

@@ -339,8 +339,7 @@ class Feed:
         self._engine.close("")
 
     def __del__(self) -> None:
-        # A weakref.finalize would keep the engine for ever: by way of the source, what that is made of, and the module
-        # which defines that, it may lead back here.
+        # Not by weakref.finalize, which keeps the engine alive: what its source is of may lead back to this feed.
         if not self._closed:
             self._engine.close("")
 

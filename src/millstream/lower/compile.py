@@ -320,7 +320,7 @@ def _lower(
     record = open_record(graph, inputs, facts, options)
     symbolic = False
     with contextlib.ExitStack() as stack:
-        # Of collectives Inductor may ask all ranks, and none of them may wait for another one here.
+        # Inductor may ask all ranks about collectives: none may wait for another one here.
         found = _find(record, stack, waits=not has_collectives(graph.graph))
         if found is not None:
             program = _named(found.program, name)
@@ -337,9 +337,9 @@ def _find(record: Record | None, stack: contextlib.ExitStack, *, waits: bool) ->
     if record is None:
         return None
     found = record.load()
-    if found is None and waits and stack.enter_context(record.alone()):
+    if found is None and waits and stack.enter_context(record.lock()):
         found = record.load()
-        if found is None:  # another process has lowered it and could not keep it: now all do so at once
+        if found is None:  # the other process could not keep it: those that waited lower it at once
             stack.close()
     return found
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -217,6 +217,17 @@ def _addresses_of_interpreter() -> range:
     except (ValueError, AttributeError):
         return range(0)
     return range(begin, begin + _RUNTIME_BYTES)
+
+
+def cpu_ns_of_threads(looks: Sequence[Look]) -> dict[int, int]:
+    """How long each thread ran from the first look to its last one; a thread that has begun since, from its start."""
+    sees_all = bool(looks) and len(looks[0].threads) < MAX_THREADS
+    ran: dict[int, tuple[int, int]] = {}
+    for look in looks:
+        for each in (each for each in look.threads if each.cpu_ns >= 0):
+            first_ns = 0 if sees_all and look is not looks[0] else each.cpu_ns
+            ran[each.ident] = (ran.get(each.ident, (first_ns,))[0], each.cpu_ns)
+    return {ident: last_ns - first_ns for ident, (first_ns, last_ns) in ran.items()}
 
 
 def samples_of(looks: Iterable[Look], thread: int) -> list[Sample]:

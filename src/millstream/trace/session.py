@@ -31,7 +31,7 @@ from millstream.trace.device import DeviceWindow, Recorded
 from millstream.trace.hooks import Hooks
 from millstream.trace.log import FIRST_BATCH, TOLD, Log, clock
 from millstream.trace.notes import notes_of
-from millstream.trace.sampler import MAX_THREADS, Look, Sampler, samples_of
+from millstream.trace.sampler import Look, Sampler, cpu_ns_of_threads, samples_of
 
 Waiter = tuple[type, str]
 """A class, and the name of its function in which a loop waits for data."""
@@ -220,13 +220,7 @@ class Session:
             if counts:
                 return counts.most_common(1)[0][0]
         main = threading.main_thread().ident or threading.get_ident()
-        has_all = bool(looks) and len(looks[0].threads) < MAX_THREADS  # who is missing there has begun since
-        ran: dict[int, tuple[int, int]] = {}
-        for look in looks:
-            for each in (each for each in look.threads if each.cpu_ns >= 0):
-                first_ns = 0 if has_all and look is not looks[0] else each.cpu_ns
-                ran[each.ident] = (ran.get(each.ident, (first_ns,))[0], each.cpu_ns)
-        spent = {ident: last_ns - first_ns for ident, (first_ns, last_ns) in ran.items()}
+        spent = cpu_ns_of_threads(looks)
         busiest = max(spent, key=spent.__getitem__, default=main)
         return busiest if spent.get(busiest, 0) > 2 * spent.get(main, 0) else main
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from millstream.cache import alone, cache_folder, write
+from millstream.cache import cache_folder, file_lock, write
 
 PATIENCE_S = 20.0
 """Longer than it takes to measure a kernel, its compilation included."""
@@ -50,7 +50,7 @@ def keep_choice(tuner: Any, source: str) -> None:
             return
 
         def measure_alone(*args: Any, **kwargs: Any) -> dict[Any, float]:
-            with alone(path, PATIENCE_S):
+            with file_lock(path, PATIENCE_S):  # else each would take what it found itself
                 if (known := _find(tuner, path)) is not None:  # another process has found it meanwhile
                     return {known: 0.0}
                 timings: dict[Any, float] = measure(*args, **kwargs)

@@ -29,7 +29,7 @@ import torch
 
 from millstream import progress
 from millstream._torch.compiler.expressions import guards_of, hold_guards, symbols_of
-from millstream.cache import alone, cache_folder, limit_bytes, read_private, trim, write_private
+from millstream.cache import cache_folder, file_lock, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
 from millstream.lower.inductor.fx_wrapper import SOURCES, GeneratedKernel, Sources
 from millstream.lower.kept.encoding import Decoder, Encoder
@@ -121,14 +121,14 @@ class Record:
         return found
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Let one process lower the program and others wait for it: the ranks of a job, and jobs begun together.
+    def lock(self) -> Iterator[bool]:
+        """Let one process lower the program while others wait for it: ranks of a job, and jobs started together.
 
         Yields:
-            Whether this one has waited; then the program may be there.
+            Whether this process has waited; then the program may be there.
         """
         path = _path(self.digest, 0).with_suffix(".lock")
-        with alone(path, PATIENCE_S, partial(progress.phase, "waiting for another process")) as has_waited:
+        with file_lock(path, PATIENCE_S, partial(progress.phase, "waiting for another process")) as has_waited:
             try:
                 yield has_waited
             finally:
