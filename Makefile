@@ -15,7 +15,7 @@ export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 # A library may ask the driver for what it does not have: that is no error.
 SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 1
 
-.PHONY: help run test soak check fuzz gpu gpu2 sanitize bench opinfo zoo examples recipes docs dist matrix format clean
+.PHONY: help run test slow soak check fuzz gpu gpu2 sanitize bench opinfo zoo examples recipes docs dist matrix format clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -24,8 +24,11 @@ help: ## show the targets
 run: $(SETUP) ## train a character LSTM, eager and then as one graph; prints both speeds (under three minutes on two cores)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m millstream.cli train char-rnn
 
-test: $(SETUP) ## every test that needs no GPU
-	$(PYTHON) -m pytest -m "not gpu" -n auto --maxprocesses 8 --dist worksteal
+test: $(SETUP) ## the tests that need no GPU, without the slow ones (20 minutes on two cores)
+	$(PYTHON) -m pytest -m "not gpu and not slow" -n auto --maxprocesses 8 --dist worksteal
+
+slow: $(SETUP) ## the tests in tests/slow.txt: whole examples, large networks, many processes (15 minutes on two cores)
+	$(PYTHON) -m pytest -m "slow and not gpu" -n auto --maxprocesses 8 --dist worksteal
 
 fuzz: $(SETUP) ## 2,000 random steps, captured and eager, others each time: no result is ever stale (ten minutes on two cores)
 	MILLSTREAM_FUZZ=2000 $(PYTHON) -m pytest -q tests/capture/guards/test_random_programs.py tests/capture/trace/test_threads.py -n auto --maxprocesses 16 --dist worksteal

@@ -21,7 +21,31 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+class FailuresAtOnce:
+    """Tells each failure when it is there: a run that is cut off would tell none."""
+
+    def __init__(self, config):
+        self._config = config
+
+    def pytest_runtest_logreport(self, report):
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:  # the processes of xdist have none
+            terminal.ensure_newline()
+            terminal.write_line(f"{report.nodeid} ({report.when}):\n{report.longreprtext[-3000:]}")
+
+
+def pytest_configure(config):
+    if os.environ.get("CI"):
+        config.pluginmanager.register(FailuresAtOnce(config))
+
+
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().splitlines())
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

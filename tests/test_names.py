@@ -127,3 +127,10 @@ def test_every_folder_of_a_package_stands_in_the_architecture():
     source = PACKAGES["millstream"]
     folders = [path.parent.relative_to(source).as_posix() for path in source.glob("*/**/__init__.py")]
     assert [each for each in folders if "/" in each and f"`{each}/`" not in text] == []
+
+
+def test_slow_tests_are_there():
+    """A test that was renamed would be among the quick ones again, without a word."""
+    for line in (ROOT / "tests" / "slow.txt").read_text().splitlines():
+        path, name = line.partition("[")[0].split("::")
+        assert f"def {name}(" in (ROOT / path).read_text(), line
