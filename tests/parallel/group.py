@@ -24,7 +24,7 @@ DEADLINE = 180.0
 PROGRAMS = "MILLSTREAM_TEST_PROGRAMS"
 """The environment variable that tells a process the folder of programs."""
 
-TIMEOUT = timedelta(seconds=40)
+TIMEOUT = timedelta(seconds=90)
 """After which a process that waits for another gives up."""
 
 
