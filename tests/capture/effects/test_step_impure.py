@@ -1,6 +1,7 @@
 # ruff: noqa: E501, PTH109, PTH123, PTH204, PTH208, SIM115
 """Clocks, files and the system's randomness: noticed while a step is traced, and refused with the line."""
 
+import _thread
 import asyncio
 import bz2
 import concurrent.futures
@@ -115,6 +116,10 @@ def start_timer(act):
     timer.join()
 
 
+def start_by_hand(act):
+    _thread.start_new_thread(act, ())
+
+
 def submit(act):
     POOL.submit(act).result()
 
@@ -142,7 +147,7 @@ def run_a_program(_):
 
 
 STARTS = {
-    "a thread": (start_thread, start_timer),
+    "a thread": (start_thread, start_timer, start_by_hand),
     "work elsewhere": (submit, map_in_threads),
     "a process": (fork, fork_a_process, run_a_program),
 }

@@ -705,6 +705,7 @@ def _(w):
 ELSEWHERE = (
     "numbers from tensors",  # test_step_refusals.py
     "another thread, and was not free",  # of a deadlock that the user's own lock would make
+    "a profiler",  # test_profilers.py
     "Another thread writes to",  # test_shared_objects.py, as the four below
     "and so did another thread",
     "made by a step that another thread has captured",

@@ -10,6 +10,7 @@ import gc
 import logging
 import sys
 import threading
+from _lsprof import Profiler
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -136,11 +137,12 @@ def record_module_reads(on_forward: Callable[[nn.Module], None], ran: Ran) -> Ab
 
 
 class CodeWatch:
-    """Notes which code runs in this thread and what it reads unseen, for the length of a context, if that can be told.
+    """Notes which code runs in this thread and what it reads unseen, for the length of a context.
 
-    It is a profiler of Python's: where another one is at work it leaves that alone, and nothing is noted. Debuggers and
-    coverage tools don't matter to it. Each call takes several times as long with it, so what can't lead to code of the
-    user's is best called by ``unwatched``.
+    It is a profiler of Python's, in the place of one that is there already. A function in Python is told of each event
+    as before, and cProfile pauses (see ``profiler_that_stays`` for others). Debuggers and coverage tools don't matter
+    to it. Each call takes several times as long with it, so what can't lead to code of the user's is best called by
+    ``unwatched``.
 
     Args:
         ran: Where it is noted.
@@ -154,6 +156,10 @@ class CodeWatch:
         on_event: Called at each call and each return, if it is given.
         on_computed: Called with objects of which code may read attributes by names that it computes, before it does as
             far as that can be told; may raise an error there.
+
+    Attributes:
+        is_whole: Whether it has seen all, in the end: the code has put no other profiler in its place.
+        failure: What was raised while it took note, after which it has seen no more, if the code has caught that.
     """
 
     def __init__(  # noqa: PLR0913  what is told of each kind of event, each with a default
@@ -181,14 +187,19 @@ class CodeWatch:
         self._reaching: set[int] = set()  # likewise: that may read attributes by names that it computes
         self._early: set[int] = set()  # those of it that may change what such an attribute holds
         self._computing: dict[tuple[Any, ...], Any] = {}  # code and ids of the objects in its variables; and these
-        self._outer: Any = None
+        self._outer: Any = None  # the profiler in whose place it is
+        self._told: Any = None  # the same, if it is told of each event
+        self._base: FrameType | None = None  # with the block whose context this is
+        self.is_whole = False
+        self.failure: BaseException | None = None
         self._collecting: FrameType | None = None  # what Python's collector calls, which is none of the step's
         self._profile = self._notice  # one object, to be known again
 
     def __enter__(self) -> None:
-        self._outer = sys.getprofile()
-        if self._outer is not None and not isinstance(getattr(self._outer, "__self__", None), CodeWatch):
+        if profiler_that_stays():
             return
+        self._outer, self._base = sys.getprofile(), sys._getframe(1)
+        self._told = None if isinstance(self._outer, Profiler) else self._outer
         for function in objects_of_types([FunctionType, *writer_kinds()]):
             if type(function) is not FunctionType:
                 self._impure.writers.append(function)
@@ -202,36 +213,56 @@ class CodeWatch:
     ) -> None:
         if self._ran.codes is None:
             return
-        is_watched = sys.getprofile() is self._profile  # the code has not set another, or none
-        if is_watched:
-            sys.setprofile(self._outer)
-        if not is_watched or threading.Thread.start.__code__ in self._codes:  # nobody watched what that did
+        self.is_whole = sys.getprofile() is self._profile  # the code has not set another, or none
+        if self.failure is not None:  # as it was, so that for the outer one each return follows a call
+            if self._told is not None:
+                self._told(sys._getframe(), "call", None)
+            sys.setprofile(self._profile)
+        if sys.getprofile() is self._profile:
+            if isinstance(self._outer, Profiler):
+                Profiler.enable(self._outer)  # as deep as where it was paused: it counts returns, for calls in progress
+            else:
+                sys.setprofile(self._outer)
+        if threading.Thread.start.__code__ in self._codes:  # nobody watched what that did
             self._ran.codes = None
+        self.failure = self.failure if error is None else None
+        self._base = None
         self._functions.clear()
         self._impure.writers.clear()
 
-    def _notice(self, frame: FrameType, event: str, arg: Any) -> None:
-        if self._on_event is not None:
-            self._on_event()
-        # Of every call there is: code is told by its id, as to hash it takes a look into all of it.
-        code = id(frame.f_code)
-        if self._collecting is not None:
-            if event == "return" and frame is self._collecting:
-                self._collecting = None
-        elif event == "call":
-            if code not in self._met or code in self._again:
-                self._note(frame)
-            if code in self._early:
-                self._note_computed(frame, reach_of(frame.f_code))
-        elif event == "c_call":
-            self._note_call(frame, arg)
-        elif event == "return":
-            if code in self._reaching:
-                self._note_computed(frame, reach_of(frame.f_code))
-            if frame.f_back is not None and id(frame.f_back.f_code) in self._early:
-                self._note_given(frame.f_back, arg)
-        if self._outer is not None:
-            self._outer(frame, event, arg)
+    def _notice(self, frame: FrameType, event: str, arg: Any) -> None:  # noqa: C901  called too often to call others
+        try:
+            if self._on_event is not None:
+                self._on_event()
+            # Of every call there is: code is told by its id, as to hash it takes a look into all of it.
+            code = id(frame.f_code)
+            if self._collecting is not None:
+                if event == "return" and frame is self._collecting:
+                    self._collecting = None
+            elif event == "call":
+                if code not in self._met or code in self._again:
+                    self._note(frame)
+                if code in self._early:
+                    self._note_computed(frame, reach_of(frame.f_code))
+            elif event == "c_call":
+                self._note_call(frame, arg)
+            elif event == "return":
+                if code in self._reaching:
+                    self._note_computed(frame, reach_of(frame.f_code))
+                if frame.f_back is not None and id(frame.f_back.f_code) in self._early:
+                    self._note_given(frame.f_back, arg)
+        except BaseException as error:  # after which Python calls no profiler any more
+            self._end_calls(frame.f_back if event == "call" else frame)
+            self.failure = error
+            raise
+        if self._told is not None:
+            self._told(frame, event, arg)
+
+    def _end_calls(self, frame: FrameType | None) -> None:
+        """Tell the outer profiler, which will not see it, that what it knows to be running ends."""
+        while self._told is not None and frame is not None and frame is not self._base:
+            self._told(frame, "return", None)
+            frame = frame.f_back
 
     def _note_call(self, frame: FrameType, function: Any) -> None:
         """A function in C is about to be called."""
@@ -366,12 +397,25 @@ _FOR_USERS = ("data/worker.py", "results/fetcher.py")
 """Files of ours with threads that call what a user has given: sources, transforms and callbacks."""
 
 
+def profiler_that_stays() -> str:
+    """Of what kind the profiler of this thread is, where nothing else can watch for a while; empty otherwise.
+
+    Python takes functions, and says nothing else of a profiler in C than its object: only cProfile's can be set again.
+    """
+    profiler = sys.getprofile()
+    if profiler is None or callable(profiler) or isinstance(profiler, Profiler):
+        return ""
+    return type(profiler).__qualname__
+
+
 def unwatched(function: Callable[..., T], *args: Any) -> T:
     """Call a function of which no ``CodeWatch`` is to note anything."""
-    watch = sys.getprofile()
-    if not isinstance(getattr(watch, "__self__", None), CodeWatch):
+    watch = outer = sys.getprofile()
+    while isinstance(each := getattr(outer, "__self__", None), CodeWatch):
+        outer = each._told
+    if watch is outer:
         return function(*args)
-    sys.setprofile(None)
+    sys.setprofile(outer)
     try:
         return function(*args)
     finally:

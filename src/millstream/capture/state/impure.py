@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _locale
+import _thread
 import bdb
 import datetime
 import decimal
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from _lsprof import Profiler
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FrameType
@@ -88,6 +90,8 @@ class ImpureCalls:
             return _FUNCTIONS[function]
         if isinstance(owner, type) and name in _OF_CLASSES:
             return _OF_CLASSES[name], False
+        if name in _SWITCHES and isinstance(owner, Profiler):
+            return PROFILER, True
         if name in _READERS and isinstance(owner, io.IOBase) and not self._is_new(owner):
             return "a file", False
         if name in _WRITING.get(kind.__module__, ()) and not self._is_new(owner):
@@ -146,6 +150,9 @@ def writer_kinds() -> set[type]:
 STARTED = frozenset({"a thread", "a process", "work elsewhere"})
 """What a step may start that does something besides."""
 
+PROFILER = "a profiler"
+"""What a step may start or stop, which sees what a graph does not do again."""
+
 _CLOCKS = """
     time time_ns monotonic monotonic_ns perf_counter perf_counter_ns process_time process_time_ns thread_time
     thread_time_ns clock_gettime clock_gettime_ns localtime gmtime ctime asctime strftime
@@ -178,6 +185,8 @@ _FUNCTIONS: dict[Any, tuple[str, bool]] = {
         if hasattr(os, name)
     },
     **{getattr(os, name): ("a process", True) for name in ("fork", "forkpty") if hasattr(os, name)},
+    _thread.start_new_thread: ("a thread", True),
+    sys.setprofile: (PROFILER, True),
     pickle.dump: ("a file", True),
 }
 """Functions in C that give something else each time or write, what they read or write, and whether they write."""
@@ -187,6 +196,9 @@ _OF_CLASSES = {"__subclasses__": "which subclasses a class has"}
 
 _READERS = frozenset({"read", "readline", "readlines", "readinto", "getvalue"})
 """Methods of files."""
+
+_SWITCHES = frozenset({"enable", "disable"})
+"""Methods of cProfile's profiler."""
 
 _HARMLESS = (
     *("logging", "tqdm", "warnings", "traceback", "linecache", "tokenize", "importlib", "_frozen_importlib"),
@@ -211,7 +223,9 @@ _HARMLESS_WRITERS = ("logging", "tqdm", "warnings", "traceback", "importlib", "_
 _STOPPING = (breakpoint, sys.settrace)
 """Functions in C by which code asks for a debugger."""
 
-_NAMES = _READERS.union(_OF_CLASSES, *_WRITING.values(), (each.__name__ for each in (*_FUNCTIONS, *_STOPPING)))
+_NAMES = _READERS.union(
+    _SWITCHES, _OF_CLASSES, *_WRITING.values(), (each.__name__ for each in (*_FUNCTIONS, *_STOPPING))
+)
 
 _READING: dict[CodeType, str] = {
     getattr(owner, name).__code__: what or f"{owner.__name__}.{name}()"

@@ -18,6 +18,7 @@ from millstream.capture.state.signature import Structure
 from millstream.capture.trace.scalars import Questions
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.data_parallel.reducer import Reducer
+from millstream.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +120,13 @@ class StateMissing(NoGraph):
 
 class EagerFirst(NoGraph):
     """An eager call must come first, to create what only an eager call can create."""
+
+
+@dataclass(eq=False)
+class NotNow(NoGraph):
+    """The step cannot be captured while something goes on around the call, which may end."""
+
+    error: CaptureError
 
 
 class OneShot(NoGraph):

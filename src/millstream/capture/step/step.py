@@ -46,6 +46,7 @@ from millstream.capture.step.request import (
     FirstChange,
     FoundLate,
     NoGraph,
+    NotNow,
     NumbersChanged,
     OneShot,
     Request,
@@ -57,7 +58,7 @@ from millstream.capture.step.split import lines_for_a_region
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
 from millstream.capture.trace.scalars import is_number
 from millstream.capture.trace.tracer import trace_step, tracing_alone
-from millstream.capture.trace.unsupported import check_function, check_modes, check_supported
+from millstream.capture.trace.unsupported import check_function, check_modes, check_profiler, check_supported
 from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
 from millstream.data_parallel.session import Session
@@ -286,9 +287,12 @@ class Step(Generic[P, R]):
             self._num_one_shot += 1
             if self._num_one_shot > MAX_ONE_SHOT:
                 error = _one_shot_refusal(number)
+        except NotNow as obstacle:
+            self._note_obstacle(call, obstacle.error)
+            done = functools.partial(self._run_plainly, call)
         except CaptureError as refusal:
             error = self._with_region(refusal)
-        if done is not None:  # what the effects raise is the user's own
+        if done is not None:  # what it raises, as by effects, is the user's own
             return done()
         return self._run_watching(call) if error is None else self._fall_back(call, error)
 
@@ -423,6 +427,8 @@ class Step(Generic[P, R]):
                 ) from None
             except OneShot as number:
                 raise _one_shot_refusal(number) from None
+            except NotNow as obstacle:
+                raise obstacle.error from None
 
     def _capture(self, call: Call, *, is_trial: bool = False) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """Trace, build, run and keep a graph for ``call``; a failure, or a trial, leaves everything as it was.
@@ -467,6 +473,7 @@ class Step(Generic[P, R]):
                 check_modes()
                 if self._is_unready(found, is_trial=is_trial):
                     raise EagerFirst
+                check_profiler()
                 self._look_back(call, found)
                 ask_early(call.arguments)
                 phase("tracing")
@@ -494,6 +501,7 @@ class Step(Generic[P, R]):
             call = self._calls.make(args, kwargs)
             dimensions = {} if graph.sizes is None else graph.sizes.dimensions
             try:
+                check_profiler()
                 request, traced = self._record(call, discover(self._roots(call)), CountsOnDevice(), dimensions, graph)
             except NoGraph:  # as in the last call before one that takes another branch: the next check will tell
                 return
@@ -571,6 +579,14 @@ class Step(Generic[P, R]):
         result = self._run_plainly(call)  # which may raise as well: then that is what the user is to see
         self._note_refusal(call, error)
         return result
+
+    def _note_obstacle(self, call: Call, error: CaptureError) -> None:
+        """Tell once why calls run as plain Python for now."""
+        if self.strict:
+            raise error from None
+        if not any(str(error) == str(refusal.error) for refusal in self.refusals):
+            self.refusals.append(Fallback(call.signature, error))
+            warn_user(f"{self._name} runs as plain Python for now: {error}")
 
     def _note_refusal(self, call: Call, error: CaptureError) -> None:
         is_known = any(str(error) == str(refusal.error) for refusal in self.refusals)

@@ -56,7 +56,7 @@ from millstream.capture.state.code import attributes_of
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import discover
 from millstream.capture.state.executed import CodeWatch, Ran, name_of, others_may_write, record_module_reads, stand_in
-from millstream.capture.state.impure import STARTED
+from millstream.capture.state.impure import PROFILER, STARTED
 from millstream.capture.state.lift import TRACING, become_fake, check_apart, device_of, lift
 from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location
@@ -247,24 +247,22 @@ class _Tracer:
             self.recorder.given = frozenset(_containers(given))
             cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
             loads = Loads({str(name_of(place)) for place in self.request.disturbed})
-            with (
-                loads,  # before what follows, to which a tracer that the step sets is a debugger
-                CodeWatch(
-                    self.ran,
-                    self._on_code,
-                    self._on_impure,
-                    cached,
-                    lambda: self.request.found.opaque,  # of what is found later, too
-                    self._on_opaque,
-                    self._on_text,
-                    lambda frame: self._report(stops_in_debugger(_line_of(frame))),
-                    self._take_from_others if others_may_write() else None,
-                    self._on_computed,
-                ),
-            ):
-                if self.ran.codes is None:
-                    self._check_sources()
+            watch = CodeWatch(
+                self.ran,
+                self._on_code,
+                self._on_impure,
+                cached,
+                lambda: self.request.found.opaque,  # of what is found later, too
+                self._on_opaque,
+                self._on_text,
+                lambda frame: self._report(stops_in_debugger(_line_of(frame))),
+                self._take_from_others if others_may_write() else None,
+                self._on_computed,
+            )
+            with loads, watch:  # in this order: to the watch, a tracer that the step sets is a debugger
                 result = self.request.function(*args, **kwargs)
+            if not watch.is_whole:
+                raise watch.failure or _switches_profiler()
             self.changes.note_unread(loads.met)
             self._check_arguments(given, structure)
             return result
@@ -363,7 +361,9 @@ class _Tracer:
 
     def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
         where = _line_of(frame)
-        if what in STARTED:
+        if what == PROFILER:
+            error = _switches_profiler(where)
+        elif what in STARTED:
             error = CaptureError(
                 f"The step starts {what}, which a graph would not do again.",
                 where=where,
@@ -647,6 +647,14 @@ class _Tracer:
             writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in leaving.replaced),
             sizes=self.sizes,
         )
+
+
+def _switches_profiler(where: str = "") -> CaptureError:
+    return CaptureError(
+        "The step starts or stops a profiler, which a graph would not do again.",
+        where=where,
+        remedy="Start and stop it outside of the step.",
+    )
 
 
 def _line_of(frame: FrameType) -> str:

@@ -21,6 +21,8 @@ from millstream._torch.hooks import (
 )
 from millstream._torch.modes import modes_of_caller
 from millstream.capture.state.discover import Found
+from millstream.capture.state.executed import profiler_that_stays
+from millstream.capture.step.request import NotNow
 from millstream.capture.trace.patches.data_parallel import uses_own_reducer
 from millstream.errors import CaptureError
 
@@ -84,6 +86,20 @@ def check_modes() -> None:
             raise CaptureError(
                 f"It is called within {mode}, which is to see each operator.", remedy="Call it outside of that."
             )
+
+
+def check_profiler() -> None:
+    """Put off a capture in which nobody would see what the step reads.
+
+    Raises:
+        NotNow: A profiler is at work that does not pause.
+    """
+    if kind := profiler_that_stays():
+        error = CaptureError(
+            f"It is called while a profiler in C is at work ({kind}), beside which no reads are noticed.",
+            remedy="Let the first calls of the step come before the profiler starts: captured steps run beside any.",
+        )
+        raise NotNow(error)
 
 
 def check_sources(found: Found) -> None:
