@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d  # whose functions nobody replaces for a while, as in a profile
 
 from millstream._torch.distributed.collectives import all_gather, reduce_scatter, register_exchange
+from millstream._torch.tensors import real_tensors
 from millstream.data_parallel.agreement import Agreement, Comparison, board_known
 from millstream.data_parallel.board import UNEVEN, Board
 from millstream.data_parallel.buckets import Bucket
@@ -121,18 +122,19 @@ class Exchange:
         self._over, self._issue = over, over(group)
         self._communicators = communicators_of(group)
         self._communicator: Communicator | None = None  # on which ``_issue`` does
-        if shares is None:
-            self.held = Memory(torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device))
-        else:
-            self.held = shares.held
-        self.memory = memory = self.held.tensor
-        self.views = [
-            self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
-            for tensor, offset in zip(like, bucket.offsets, strict=True)
-        ]
-        self.sent = self.views
-        if sent is not None:
-            self.sent = [self.views[each] if isinstance(each, int) else memory[each] for each in sent]
+        with real_tensors():  # a trace may be the first to get here, and eager runs use the same memory
+            if shares is None:
+                self.held = Memory(torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device))
+            else:
+                self.held = shares.held
+            self.memory = memory = self.held.tensor
+            self.views = [
+                self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
+                for tensor, offset in zip(like, bucket.offsets, strict=True)
+            ]
+            self.sent = self.views
+            if sent is not None:
+                self.sent = [self.views[each] if isinstance(each, int) else memory[each] for each in sent]
         self.num_uses = 0
         self._board: Board | None = None
         self._work: Any = None

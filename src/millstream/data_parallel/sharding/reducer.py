@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from millstream._torch.distributed.collectives import EXCHANGE
-from millstream._torch.tensors import real_tensors
 from millstream.data_parallel.buckets import Bucket, plan_buckets
 from millstream.data_parallel.exchange import (
     Exchange,
@@ -162,8 +161,7 @@ class ShardedReducer(Reducer):
             norm = original(of, norm_type, foreach=foreach).to(exact)
             return norm if norm_type == inf else norm**norm_type
 
-        with real_tensors():
-            exchange = self._norm_exchange(norm_type == inf, time, exact, like[0].device)
+        exchange = self._norm_exchange(norm_type == inf, time, exact, like[0].device)
         (total,) = EXCHANGE([part(shares)], exchange.key)
         total = torch.maximum(total, part(others)) if norm_type == inf else (total + part(others)) ** (1 / norm_type)
         if error_if_nonfinite and not torch.isfinite(total):
@@ -192,8 +190,7 @@ class ShardedReducer(Reducer):
         """
         key = owner, time
         if key not in self._gathers:
-            with real_tensors():
-                self._gathers[key] = [self._make_gather(number, time) for number in self.buckets_of(owner)]
+            self._gathers[key] = [self._make_gather(number, time) for number in self.buckets_of(owner)]
         for number, exchange in zip(self.buckets_of(owner), self._gathers[key], strict=True):
             bucket, pieces = self.buckets[number], self.pieces[number]
             values = [updated[bucket.members[member]] for member in pieces]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from millstream._torch.distributed.collectives import EXCHANGE
 from millstream._torch.distributed.data_parallel import why_not_ours
-from millstream._torch.tensors import FakeTensor, real_tensors
+from millstream._torch.tensors import FakeTensor
 from millstream.capture.lines import here, raise_refusal
 from millstream.capture.step.request import FoundLate, StateMissing
 from millstream.data_parallel.buckets import Bucket
@@ -124,10 +124,9 @@ class TracedSession(Session):
                 "Call it with async_op=False.",
             )
         like = torch.empty(tensor.numel(), dtype=tensor.dtype, device="meta")
-        with real_tensors():
-            whole = Bucket((0,), (0,), tensor.numel())
-            over = functools.partial(_over, issue)
-            exchange = Exchange(whole, [like], group, over, f"{name} at {here()}", device=tensor.device)
+        whole = Bucket((0,), (0,), tensor.numel())
+        over = functools.partial(_over, issue)
+        exchange = Exchange(whole, [like], group, over, f"{name} at {here()}", device=tensor.device)
         self.exchanges.append(exchange)
         with torch.no_grad():
             (result,) = EXCHANGE([tensor.detach().reshape(-1)], exchange.key)
