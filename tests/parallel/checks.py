@@ -721,6 +721,34 @@ def no_sync_outside(rank, num_steps):
     return [len(step.graphs) for step in steps]
 
 
+def reduced_in_some_calls(rank, num_steps):
+    """One step that reduces in every third call, as an argument says: a trace is the first to reduce."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        net = Net()
+        ddp = DistributedDataParallel(net)
+        optimizer = adamw(ddp.parameters())
+
+        def step(x, y, is_last):
+            with contextlib.nullcontext() if is_last else ddp.no_sync():
+                loss = F.mse_loss(ddp(x), y)
+                loss.backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        step = wrap(step)
+        return net, train(step, ((*batch, i % 3 == 2) for i, batch in enumerate(batches(rank, num_steps))))
+
+    theirs, expected = run(lambda step: step)
+    ours, results = run(interpreted)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    assert_alike(ours, theirs)
+    return digest(ours)
+
+
 def wrapper_between(rank, num_steps, compresses):
     """The wrapper itself, by DDP's own ways, between steps: evaluation, a forward pass alone, and training.
 

@@ -69,6 +69,11 @@ def test_no_sync_around_steps(pair):
     pair.run(checks.no_sync_outside, 18)
 
 
+def test_first_reduction_is_in_a_later_call(pair):
+    one, other = pair.run(checks.reduced_in_some_calls, 6)
+    assert one == other
+
+
 @pytest.mark.parametrize("compresses", [False, True])
 def test_wrapper_is_used_between_steps(pair, compresses):
     pair.run(checks.wrapper_between, 10, compresses)

@@ -286,7 +286,10 @@ class Feed:
 
     @property
     def num_valid(self) -> int | None:
-        """Rows of what was delivered last that are data and not padding; only with ``pad_last``."""
+        """Rows of what was delivered last that are data and not padding.
+
+        0 for a batch that ``uneven="pad"`` repeats; for others ``None`` unless ``pad_last`` was given.
+        """
         return self._position.num_valid
 
     # --- resuming ----------------------------------------------------------------------------------------------------
