@@ -1,5 +1,6 @@
 """Sizes of a step's arguments that change: one graph for all, equal to eager, and no Python value that is stale."""
 
+import math
 import numbers
 import sys
 import warnings
@@ -48,6 +49,7 @@ ONE_FOR_ALL = {
     "gradient": lambda x: torch.autograd.grad((TABLE.requires_grad_() @ x.T).square().mean(), TABLE),
     "statistics": lambda x: F.batch_norm(x, None, None, training=True) + x.std(0),
     "resized": lambda x: F.interpolate(x[None], scale_factor=1.7),
+    "math": lambda x: (x / math.sqrt(x.shape[0]) + math.log(x.size(0)), math.pow(x.shape[0], 0.3)),
     "powers": lambda x: x / x.shape[0] ** 0.5 * (x.shape[0] % 4),
 }
 
@@ -104,6 +106,10 @@ def test_marked_dimension_is_symbolic_from_the_first_call():
 
 def test_zero_and_one_have_graphs_of_their_own():
     assert len(run(lambda x: x.sum(0), (5, 3, 1, 0, 8, 1, 0)).graphs) == 4
+
+
+def test_condition_that_divides_by_a_size_does_not_hold_for_zero():
+    assert len(run(lambda x: x.chunk(2), (6, 5, 9, 0, 7)).graphs) == 3
 
 
 def test_size_that_happens_to_be_broadcast_is_a_graph_of_its_own_and_others_share_one():

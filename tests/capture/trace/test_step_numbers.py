@@ -2,8 +2,10 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,6 +61,16 @@ def hooked(x, factor):
     return x.sin()
 
 
+def fill(x, number):
+    """The ways in which elements become a number."""
+    y = x * 1
+    y[:2] = number
+    y[y > 2] = number
+    rows = torch.full((2, 3), number), x.new_full((3,), number), torch.full_like(x, number, dtype=torch.float64)
+    filled = x.masked_fill(x > number, number) + x.index_fill(0, torch.tensor([1]), value=number)
+    return filled.double() + y + sum(row.double() for row in rows) + torch.as_tensor([number, 1.0, 2.0])
+
+
 def set_number(held, value):
     held.number = value
 
@@ -76,6 +88,8 @@ ANNEALED = {
     "hook": (set_number, lambda o, x: gradient(lambda y: hooked(y, o.number), x)),
     "tensor": (set_number, lambda o, x: x * torch.tensor(o.number) + torch.tensor([[o.number] * 3, [1, 2, 3]]).sum()),
     "distribution": (set_number, lambda o, x: torch.distributions.Normal(x, o.number + 1).log_prob(x + 1)),
+    "fill": (set_number, lambda o, x: gradient(lambda y: y * fill(y, int(o.table["weight"]) + o.number), x)),
+    "Gumbel": (set_number, lambda o, x: F.gumbel_softmax(x, tau=o.number + 1, dim=0).sum()),
     "attribute": (lambda o, v: setattr(o, "number", v), lambda o, x: x * o.number),
     "module": (lambda o, v: setattr(o.net, "temperature", v + 1), lambda o, x: torch.softmax(x, 0) / o.net.temperature),
     "entry": (lambda o, v: o.table.update(weight=v), lambda o, x: torch.add(x, x, alpha=o.table["weight"])),
@@ -166,6 +180,27 @@ def test_arguments_that_change_or_are_never_used_cost_two_captures():
     for index in range(CALLS):
         assert step(torch.ones(2), index / 4, index).tolist() == [index / 4] * 2
     assert len(made) <= 2
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64])
+def test_numbers_of_numpy_change_like_pythons(kind):
+    step = Step(lambda x, n: (x * n, n * 2, f"{n}"), build=interpret, strict=True)
+    for call in range(6):
+        n = kind(call + 0.5)
+        scaled, doubled, text = step(torch.ones(3), n)
+        assert torch.equal(scaled, torch.ones(3) * n)
+        assert (type(doubled), doubled, text) == (type(n * 2), n * 2, f"{n}")
+    assert len(step.graphs) == 2
+
+
+def test_whole_numbers_are_never_rounded():
+    def compute(x, n):
+        hashed, large = n * 2654435761 % 2**32, (x * (2**60 + 1)).sum().item()
+        return x * n, x * hashed, x * large, torch.tensor([n, 1]), torch.full((2,), n)
+
+    step = Step(compute, build=interpret, strict=True)
+    for n in (1, 2, 2**30 + 1, 2**31 + 7, 2**53 + 1, -(2**60) - 1, 3):
+        torch.testing.assert_close(step(torch.arange(3), n), compute(torch.arange(3), n), rtol=0, atol=0)
 
 
 def test_tensor_of_whole_numbers_that_change_is_whole():

@@ -106,7 +106,15 @@ def guard_of(mode: FakeTensorMode, numbers: Sequence[Any]) -> Callable[..., bool
     code = mode.shape_env.produce_guards_expression([*numbers], ignore_static=False) or "True"
     names = ", ".join(f"t{position}" for position in range(len(numbers)))
     text = re.sub(r"L\['(t\d+)'\]", r"\1", code)
-    return eval(f"lambda {names}: {text}", dict(SYMPY_INTERP))  # type: ignore[no-any-return] # noqa: S307
+    holds = eval(f"lambda {names}: {text}", dict(SYMPY_INTERP))  # noqa: S307
+
+    def guard(*values: int) -> bool:
+        try:
+            return bool(holds(*values))
+        except ZeroDivisionError:  # a size is none that it was decided for: conditions come in any order
+            return False
+
+    return guard
 
 
 def is_constant(number: Any) -> bool:

@@ -96,7 +96,10 @@ class Recorder:
             is_whole = not (kept.is_floating_point() or kept.is_complex())
             number = kept.to(torch.float64)
         origin = "a tensor's value, read with .item()"
-        return HostScalar(number, leaf, self.questions, frozenset((leaf,)), is_whole=is_whole, origin=origin)
+        scalar = HostScalar(number, leaf, self.questions, frozenset((leaf,)), is_whole=is_whole, origin=origin)
+        if is_whole:  # which a float64 rounds
+            scalar.casts[torch.int64] = kept.to(torch.int64)
+        return scalar
 
     def text(self, tensor: Tensor, make: Callable[[Tensor], str]) -> str:
         """Text made from a tensor, as it is at this point."""

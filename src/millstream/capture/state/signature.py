@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from millstream._torch.modes import ambient
 
-SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum)
+SCALARS = (
+    *(bool, int, float, complex, np.number, np.bool_, str, bytes, type(None)),
+    *(torch.dtype, torch.device, torch.layout, enum.Enum),
+)
 """Types whose values are compared by value; all other objects are compared by identity."""
 
 TensorSpec: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], object, bool]
@@ -44,18 +48,18 @@ class Value:
     sign: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
-        if issubclass(type(self.value), float | complex):  # and not a stand-in, which is to be asked nothing
+        if issubclass(type(self.value), float | complex | np.inexact):  # a stand-in is to be asked nothing
             object.__setattr__(self, "sign", f"{self.value}")
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """The place of an ``int`` or ``float`` that may be another in each call."""
+    """The place of an ``int`` or ``float``, or one of NumPy's, that may be another in each call."""
 
     type: type
 
 
-_NUMBERS = {int: Number(int), float: Number(float)}
+_NUMBERS = {kind: Number(kind) for kind in (int, float, np.float64, np.float32, np.int64, np.int32)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,10 +195,10 @@ def _tree_flatten(
         return leaves[id(value)][0]
     if issubclass(kind, (torch.SymFloat, torch.SymInt)):  # of a graph: it passes for a number, and is not to be asked
         return Reference(value)
+    if numbers is not None and kind in _NUMBERS:
+        numbers.append(value)  # type: ignore[arg-type]
+        return _NUMBERS[kind]
     if isinstance(value, SCALARS):
-        if numbers is not None and kind in _NUMBERS:
-            numbers.append(value)  # type: ignore[arg-type]
-            return _NUMBERS[kind]
         return Value(kind, value)
     if isinstance(value, tuple | list):
         return Container(kind, (), tuple(_tree_flatten(item, leaves, numbers, place_of) for item in value))

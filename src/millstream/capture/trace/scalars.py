@@ -49,6 +49,9 @@ Numbers: TypeAlias = Sequence[float]
 LOOKAHEAD = 1000
 """Calls: what an optimizer does every so often it does within so many."""
 
+MOST_EXACT = 2**53
+"""Whole numbers up to this size are floats without rounding, and so are they in the graph."""
+
 
 @dataclass(slots=True)
 class Questions:
@@ -103,6 +106,10 @@ class GraphScalar(torch.SymFloat):
         of: The same value from the lifted numbers.
         questions: Receives what the program asks.
         is_users: Whether it is a number of the user's, which may be whole in one call and not in the next.
+
+    Attributes:
+        parts: What it was computed from.
+        casts: Its tensor in other dtypes.
     """
 
     is_known = True
@@ -117,7 +124,8 @@ class GraphScalar(torch.SymFloat):
         self.of = of
         self.questions = questions
         self.is_users = is_users
-        self._casts: dict[torch.dtype, Tensor] = {}
+        self.parts: Sequence[GraphScalar] = ()
+        self.casts: dict[torch.dtype, Tensor] = {}
         # With each parameter an optimizer computes the same of the one number of its steps: the graph does it once.
         self._known: dict[tuple[Any, ...], tuple[Any, GraphScalar]] = {}
         self._asked: dict[tuple[Any, ...], Any] = {}
@@ -156,9 +164,26 @@ class GraphScalar(torch.SymFloat):
             dtype = torch.float32
         else:
             dtype = torch.int64 if self.is_whole else torch.get_default_dtype()
-        if dtype not in self._casts:
-            self._casts[dtype] = self.in_graph().to(dtype)
-        return self._casts[dtype]
+        return self.in_dtype(dtype)
+
+    def in_dtype(self, dtype: torch.dtype) -> Tensor:
+        """The tensor in another dtype; a constant where the graph would have rounded a whole number."""
+        if dtype not in self.casts:
+            tensor = self.in_graph()
+            is_right = dtype != torch.int64 or self.is_exact
+            self.casts[dtype] = (
+                tensor.to(dtype) if is_right else torch.full((), self.plain(), dtype=dtype, device=tensor.device)
+            )
+        return self.casts[dtype]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no whole number is rounded in the graph: neither this one nor any that it was computed from."""
+        if not self.is_known:
+            return True
+        of, answer = self.of, _is_exact(self.value)
+        self._ask((_is_exact,), None, lambda numbers: _is_exact(of(numbers)), answer)
+        return answer and all(part.is_exact for part in self.parts)
 
     def in_graph(self) -> Tensor:
         """The tensor that holds it at run time."""
@@ -293,7 +318,9 @@ class GraphScalar(torch.SymFloat):
         parts = [part for part in (self, other) if is_scalar(part)]
         unknown = next((part for part in parts if not part.is_known), None)
         if unknown is None:
-            return GraphScalar(value, tensor, of, self.questions, is_users=any(part.is_users for part in parts))
+            made = GraphScalar(value, tensor, of, self.questions, is_users=any(part.is_users for part in parts))
+            made.parts = parts
+            return made
         needs = frozenset[Leaf]().union(*(part.needs for part in parts))
         return HostScalar(tensor, of, self.questions, needs, is_whole=is_whole, origin=unknown.origin)
 
@@ -423,6 +450,10 @@ def is_whole(number: Any) -> bool:
     return bool(number.is_whole) if is_scalar(number) else isinstance(number, int | np.integer)
 
 
+def _is_exact(number: Any) -> bool:
+    return not isinstance(number, int | np.integer) or abs(int(number)) <= MOST_EXACT
+
+
 def _key_of(what: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
     return *what, type(other), id(other) if is_scalar(other) else other
 
@@ -544,7 +575,7 @@ _TAKE_TENSORS = frozenset(
     """
     add radd sub subtract rsub mul multiply rmul div divide true_divide rdiv rtruediv pow rpow float_power remainder
     fmod floor_divide rfloordiv eq ne lt le gt ge clamp clamp_min clamp_max fill where copysign atan2 hypot
-    broadcast_tensors
+    broadcast_tensors gumbel_softmax
     """.split()
 )
 """Functions that compute with a 0-d tensor given for a number. Most others take one as well, but read its value."""
@@ -567,6 +598,8 @@ def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     if plain == "lerp" and (scalar := _scalar_at(args, kwargs, 2, "weight")) is not None:
         moved = args[0] + (args[1] - args[0]) * scalar.as_tensor_for(args[0])
         return args[0].copy_(moved) if name.endswith("_") else moved
+    if plain in _FILL:
+        return _fill(plain, function, args, kwargs)
     like = next((arg for arg in args if is_tensor(arg)), None)
 
     def as_tensor(value: Any) -> Any:
@@ -577,10 +610,36 @@ def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs
             return function(*map(as_tensor, args), **{key: as_tensor(value) for key, value in kwargs.items()})
         except TypeError:  # not in this combination
             pass
-    if function is torch.tensor and args and _are_at(kwargs.get("device"), tree_leaves(args[0])):
+    if function in (torch.tensor, torch.as_tensor) and args and _are_at(kwargs.get("device"), tree_leaves(args[0])):
         return _new_tensor(*args, **kwargs)
     # Takes numbers only: the graph then belongs to this value, which is written down.
     return function(*map(_plain_of, args), **{key: _plain_of(value) for key, value in kwargs.items()})
+
+
+_FILL = {"masked_fill": 2, "index_fill": 3, "__setitem": 2, "full": 1, "full_like": 1, "new_full": 2}
+"""By function, which of its arguments the elements of a tensor become."""
+
+
+def _fill(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give elements of a tensor a number."""
+    at = _FILL[name]
+    number = args[at] if len(args) > at else next(kwargs.pop(key) for key in ("value", "fill_value") if key in kwargs)
+    args, kwargs = _plain_of(args[:at]), {key: _plain_of(value) for key, value in kwargs.items()}
+    if not is_scalar(number):
+        return function(*args, number, **kwargs)
+    if "full" in name:
+        made = function(*args, 0 if number.is_whole else 0.0, **kwargs)
+        with torch.no_grad():  # it may be a leaf that requires a gradient
+            return made.fill_(_element(number, made))
+    return function(*args, _element(number, args[0]), **kwargs)
+
+
+def _element(number: GraphScalar, of: Tensor) -> Any:
+    """A number as an element of a tensor; its plain value where PyTorch checks whether there is room for it."""
+    takes_all = of.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
+    if number.in_graph().device == of.device and (takes_all or (of.dtype == torch.int64 and number.is_whole)):
+        return number.in_dtype(of.dtype)
+    return number.plain()
 
 
 def _are_at(device: Any, parts: Sequence[Any]) -> bool:
@@ -603,7 +662,7 @@ def _new_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = No
         if isinstance(part, list | tuple):
             return torch.stack([*map(made, part)])
         if is_scalar(part):
-            return part.in_graph().to(dtype, copy=True)
+            return part.in_dtype(dtype).clone()
         return torch.tensor(part, dtype=dtype, device=device)
 
     return made(data).requires_grad_(how.get("requires_grad", False))

@@ -212,6 +212,11 @@ class TracedFloat(_Traced, torch.SymFloat):
         return int(self.__float__())
 
 
+def is_traced_size(value: Any) -> bool:
+    """Whether the user's code has computed it from sizes; unlike ``isinstance``, asks it nothing."""
+    return issubclass(type(value), _Traced)
+
+
 def _arithmetic(base: type, name: str) -> Callable[..., Any]:
     """Make the method for an operator: what it gives is seen by the program in turn."""
     original = getattr(base, f"__{name}__")

@@ -12,17 +12,19 @@ import torch
 
 from millstream._torch.tracing import attributes_here
 from millstream.capture.trace.scalars import is_scalar
+from millstream.capture.trace.sizes import is_traced_size
 
 _OF_MATH = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "sin", "cos", "tanh", "pow")
 
 
 def math_takes_scalars() -> contextlib.AbstractContextManager[None]:
-    """For the length of the context, functions of ``math`` give a graph scalar for one."""
+    """For the length of the context, functions of ``math`` give a graph scalar for one, and for a size of a call."""
 
     def taking(name: str) -> Callable[..., Any]:
         function, of_tensor = getattr(math, name), getattr(torch, name)
 
         def compute(*args: Any) -> Any:
+            args = tuple(arg.scalar() if is_traced_size(arg) else arg for arg in args)
             if not any(is_scalar(arg) for arg in args):
                 return function(*args)
             return args[0] ** args[1] if name == "pow" else args[0].apply(function, of_tensor)
