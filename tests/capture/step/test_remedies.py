@@ -88,6 +88,21 @@ def _(w):
     return on_tensor, in_dict
 
 
+@remedy("compares the type of something")
+def _(w):
+    w.count = 0
+
+    def by_type(x):
+        w.count += 1
+        return w.finish(w.model(x).sum() * (w.count if type(w.count) is int else 2))
+
+    def by_instance(x):
+        w.count += 1
+        return w.finish(w.model(x).sum() * (w.count if isinstance(w.count, int) else 2))
+
+    return by_type, by_instance
+
+
 @remedy("makes an optimizer")
 def _(w):
     def made(x):

@@ -174,6 +174,27 @@ def test_numbers_of_one_object_that_change_one_after_the_other_cost_three_captur
     torch.testing.assert_close(step(torch.ones(2)), use(torch.ones(2)))
 
 
+TYPES = {
+    "is": lambda n: type(n) is float,
+    "is not": lambda n: float is not type(n),
+    "equal": lambda n: type(n) == int,  # noqa: E721  as people write it
+    "one of": lambda n: type(n) in (int, bool),
+    "none of": lambda n: type(n) not in [float, complex],
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_what_type_a_number_has_is_answered_as_in_eager(name):
+    held, asks = Held(), TYPES[name]
+
+    def use(x, n):
+        return x * (2 if asks(n) else 3) + (n if asks(held.number) else 1) + (4 if asks(x.shape[0]) else 5)
+
+    step = Step(use, build=interpret, strict=True)
+    for size, n, held.number in [(2, 1.5, 1.0), (3, 2.5, 2), (4, 3, 3.0), (5, 4, 4), (2, 1.5, 5.0), (3, 2.5, 2)]:
+        assert step(torch.ones(size), n).tolist() == use(torch.ones(size), n).tolist()
+
+
 def test_arguments_that_change_or_are_never_used_cost_two_captures():
     made = []
     step = Step(lambda x, weight, index: x * weight, build=lambda *a: made.append(1) or interpret(*a), strict=True)

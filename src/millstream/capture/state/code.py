@@ -227,6 +227,24 @@ def reach_of(code: CodeType) -> Reach:
     return max(found, computed)
 
 
+@functools.lru_cache(maxsize=65536)
+def compares_types(code: CodeType) -> bool:
+    """Whether some code asks for a number by its type, as in ``type(n) is float`` or ``type(n) in (int, float)``."""
+    if "type" not in code.co_names:
+        return False
+    loaded: set[str] = set()  # names that were put on the stack last
+    for item in dis.get_instructions(code):
+        is_name = item.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        is_asked = item.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP") or (is_name and item.argval == "type")
+        if is_asked and not loaded.isdisjoint(("int", "float")):
+            return True
+        if is_name:
+            loaded.add(item.argval)
+        elif not item.opname.startswith("BUILD_"):
+            loaded.clear()
+    return False
+
+
 def _computes_names(code: CodeType) -> Reach:
     """How far some code gets by ``getattr`` or ``hasattr`` with names that are no constants; one within the other."""
     found = Reach.NONE

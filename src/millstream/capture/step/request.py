@@ -74,6 +74,7 @@ class Request:
     replica: Reducer | None = None  # reduces all gradients between processes, if the step is to do that by itself
     # by position in ``arguments``, dimensions whose sizes are symbols
     dimensions: dict[int, frozenset[int]] = field(default_factory=dict)
+    is_plain: bool = False  # whether the user's numbers stay what they are, and the graph is for those alone
 
 
 @dataclass
@@ -151,6 +152,13 @@ class Disturbed(NoGraph):
     """Another thread has written to what the step uses while it was traced: the step traces again."""
 
     location: Location
+
+
+@dataclass(eq=False)
+class TypesCompared(NoGraph):
+    """The step may ask of what type a number is in whose place there is another: it traces again with plain ones."""
+
+    error: CaptureError  # for where that cannot be
 
 
 @dataclass(eq=False)

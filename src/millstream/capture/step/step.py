@@ -52,6 +52,7 @@ from millstream.capture.step.request import (
     Request,
     StateMissing,
     Traced,
+    TypesCompared,
 )
 from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols
 from millstream.capture.step.split import lines_for_a_region
@@ -530,7 +531,7 @@ class Step(Generic[P, R]):
         like: StepGraph | None = None,
     ) -> tuple[Request, Traced]:
         """Trace, and again wherever something shows up late; ``like`` a graph that there is, if one is given."""
-        roots, where, num_disturbed = list(self._roots(call)), "", 0
+        roots, where, num_disturbed, is_plain = list(self._roots(call)), "", 0, False
         plain: set[Location] = set()
         disturbed: set[Location] = set()
         for _ in range(MAX_LATE):
@@ -538,7 +539,7 @@ class Step(Generic[P, R]):
                 counts.move(optimizer)
             request = self._state.make_request(self.function, call, roots, found, like)
             request.replica, request.dimensions, request.plain = self._replica, dimensions, plain
-            request.disturbed = disturbed
+            request.disturbed, request.is_plain = disturbed, is_plain
             try:
                 return request, _trace_twice(request)
             except FoundLate as late:
@@ -547,6 +548,10 @@ class Step(Generic[P, R]):
                 found = _search(roots)
             except NumbersChanged as changed:
                 self._state.note_counts(found, changed.locations)
+            except TypesCompared as compared:
+                if dimensions or any(number.location in self._state.lifted for number in request.numbers):
+                    raise compared.error from None
+                is_plain = True
             except Disturbed as other:
                 num_disturbed += 1
                 disturbed.add(other.location)

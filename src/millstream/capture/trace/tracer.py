@@ -51,8 +51,17 @@ from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import COUNTING
 from millstream.capture.effects.recorder import Recorder, text_changed
 from millstream.capture.effects.values import Nth
-from millstream.capture.lines import caller_of, here, is_asked_by_user, is_of_call, place_of, stops_in_debugger, told
-from millstream.capture.state.code import attributes_of
+from millstream.capture.lines import (
+    caller_of,
+    here,
+    is_asked_by_user,
+    is_of_call,
+    is_users_own,
+    place_of,
+    stops_in_debugger,
+    told,
+)
+from millstream.capture.state.code import attributes_of, compares_types
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import discover
 from millstream.capture.state.executed import CodeWatch, Ran, name_of, others_may_write, record_module_reads, stand_in
@@ -64,12 +73,21 @@ from millstream.capture.state.signature import (
     SCALARS,
     Reference,
     Structure,
+    Value,
     replace_numbers,
     tree_flatten,
     tree_unflatten,
 )
 from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
-from millstream.capture.step.request import FoundLate, NoGraph, NumbersChanged, Request, StateMissing, Traced
+from millstream.capture.step.request import (
+    FoundLate,
+    NoGraph,
+    NumbersChanged,
+    Request,
+    StateMissing,
+    Traced,
+    TypesCompared,
+)
 from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
 from millstream.capture.trace.patches.averages import averages_take_first
@@ -241,7 +259,8 @@ class _Tracer:
 
         def run_step() -> Any:
             numbers = (number.location.get() for number in self.request.numbers if number.is_argument)
-            structure = replace_numbers(self.request.structure, map(Reference, numbers))
+            places = (Reference(each) if is_scalar(each) else Value(type(each), each) for each in numbers)
+            structure = replace_numbers(self.request.structure, places)
             given = tree_unflatten(structure, self.request.arguments)
             args, kwargs = given
             self.recorder.given = frozenset(_containers(given))
@@ -331,6 +350,7 @@ class _Tracer:
                 if new := self.changes.numbers_missing():
                     self._report(NumbersChanged(new))
                 self._report(StateMissing(f"{frame.f_code.co_name}'s cache"))
+        self._check_comparisons(frame)
         if not functions and frame.f_code not in known.codes:
             functions = [stand_in(frame)]
         late = [(function.__qualname__, function) for function in functions if id(function) not in known.owners]
@@ -345,6 +365,20 @@ class _Tracer:
             self.record_files(found)
             self.random_state.add(found)
         self._check_sources()
+
+    def _check_comparisons(self, frame: FrameType) -> None:
+        """Stop before code that asks of what type a number is, where scalars stand for some.
+
+        In the user's own code only: libraries ask it of much else.
+        """
+        scalars = () if self.request.is_plain else self.users_scalars
+        if (scalars or self.sizes) and is_users_own(frame.f_code.co_filename) and compares_types(frame.f_code):
+            error = CaptureError(
+                f"{frame.f_code.co_name} compares the type of something with int or float, while numbers change.",
+                where=here(),
+                remedy="Ask isinstance(number, int) instead.",
+            )
+            self._report(TypesCompared(error))
 
     def _on_computed(self, objects: list[Any]) -> None:
         """Code computes names of attributes: note what those hold, that the step may change, before it does."""
@@ -466,7 +500,10 @@ class _Tracer:
                     self.users_readers[index] = number.location.reader()
                 with COUNTING.lock:
                     scalar.value = number.location.get()  # and at once, as other threads may write there
-                    number.location.set(scalar)
+                    if number.is_users and self.request.is_plain:
+                        scalar.plain()
+                    else:
+                        number.location.set(scalar)
                 self.numbers.append(scalar.value)
             yield tensors
         finally:
