@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import sys
 import threading
 from pathlib import Path
 
@@ -57,7 +58,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap():
     """Compiled code goes after each file, and what stays is hidden: looking through it all would take a second."""
+    hook = sys.excepthook
     yield
+    sys.excepthook = hook  # each process group that was made has put its own around that
     torch._dynamo.reset()
     gc.collect()
     left = [thread for thread in threading.enumerate() if thread.name == "millstream-feed"]

@@ -75,12 +75,19 @@ for _ in torch.utils.data.DataLoader(Slow(), batch_size=None):
     train(1)
 """
 
+GROUPED = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.destroy_process_group()
+"""
+
 
 @pytest.mark.parametrize(
     ("body", "code", "steps", "said"),
     [
         ("train(5)\nraise ValueError('broken')", 1, "3 steps", "ValueError: broken"),
         ("train(5)\nraise KeyboardInterrupt", 130, "3 steps", "KeyboardInterrupt"),
+        (GROUPED + "train(5)\nraise ValueError('broken')", 1, "3 steps", "ValueError: broken"),
         ("train(5)\nsys.exit('no more')", 1, "3 steps", "no more"),
         ("train(5)\nsys.exit(-1)", 255, "3 steps", ""),
         ("print('nothing')", 0, "no steps", "No diagnosis: no step was seen"),
@@ -98,6 +105,7 @@ for _ in torch.utils.data.DataLoader(Slow(), batch_size=None):
 )
 def test_however_it_ends_there_is_a_report(body, code, steps, said, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(STEPS) + body, encoding="utf-8")
     before = sys.argv[:], sys.path[:]

@@ -248,6 +248,9 @@ def no_compiled_modules() -> Iterator[None]:
     if dynamo is None:
         yield
         return
+    # It looks PyTorch's functions up by their names, once, and again after a process group was made: not while others
+    # stand in their place, as those that refuse to set a seed do.
+    sys.modules["torch._dynamo.trace_rules"].get_torch_obj_rule_map()
     before = dynamo._stance
     dynamo._stance = stance = _EagerHere(before)
     try:

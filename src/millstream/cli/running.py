@@ -95,7 +95,7 @@ def _print_error() -> None:
     while place is not None and _is_ours(place, here):
         place = place.tb_next
     if sys.excepthook is not sys.__excepthook__ and kind is not None and error is not None:
-        sys.excepthook(kind, error, place)  # the script's own
+        sys.excepthook(kind, error.with_traceback(place), place)  # the script's own, which may print that of the error
     else:
         traceback.print_exception(kind, error, place)
 

@@ -1,9 +1,11 @@
 """Operators that are not PyTorch's own: captured, or named with the reason."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -80,7 +82,13 @@ def test_custom_operators_are_captured(function):
     check(make, [(torch.randn(6, 4),) for _ in range(4)])
 
 
-def test_flex_attention_is_captured():
+@pytest.mark.parametrize("has_group", [False, True])
+def test_flex_attention_is_captured(has_group, monkeypatch):
+    """It is compiled on its own; Dynamo forgets what it knows of PyTorch's functions where a process group is made."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    if has_group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
     x = torch.randn(6, 4)
     captured = Step(attended, build=interpret, strict=True)
     for _ in range(2):

@@ -57,6 +57,7 @@ class QuickGuards:
         gradients: Sequence[Tensor | None],
         written: Sequence[Tensor],
     ) -> None:
+        self._handle: ctypes.c_void_p | None = None  # until there is one: an interrupt may come first
         # The compiled code borrows; holding on to things is left to Python, whose collector can see through it.
         self._kept = tuple(map(list, (entries, containers, orders, pins, tensors, gradients, written)))
         self._drop = library.millstream_drop
@@ -78,7 +79,8 @@ class QuickGuards:
             raise ValueError("These conditions are beyond the compiled code.")
 
     def __del__(self) -> None:
-        self._drop(self._handle)
+        if self._handle is not None:
+            self._drop(self._handle)
 
 
 @functools.cache
