@@ -195,6 +195,13 @@ def test_what_type_a_number_has_is_answered_as_in_eager(name):
         assert step(torch.ones(size), n).tolist() == use(torch.ones(size), n).tolist()
 
 
+def test_a_step_that_asks_for_types_of_ever_more_numbers_says_so():
+    step = Step(lambda x, n: x * (n if type(n) is float else 2), build=interpret, max_graphs=2)
+    with pytest.warns(FallbackWarning, match=r"hardly served again\. .* compares the type .*isinstance"):
+        for n in range(8):
+            assert step(torch.ones(2), n / 2).tolist() == [n / 2] * 2
+
+
 def test_arguments_that_change_or_are_never_used_cost_two_captures():
     made = []
     step = Step(lambda x, weight, index: x * weight, build=lambda *a: made.append(1) or interpret(*a), strict=True)

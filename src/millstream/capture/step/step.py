@@ -169,6 +169,7 @@ class Step(Generic[P, R]):
         self._num_unready = self._num_one_shot = self._num_first = 0
         self._num_fruitless = 0
         self._why = "Its arguments have another structure, shape or dtype every time."
+        self._compared: CaptureError | None = None  # why there is a graph for each number that changes
 
     def reset(self) -> None:
         """Drop all graphs, and forget what calls have taught: the next ones capture anew, also what fell back.
@@ -395,10 +396,13 @@ class Step(Generic[P, R]):
         last = self._cache.last_used
         self._num_fruitless = self._num_fruitless + 1 if last is not None and last.num_runs < 3 else 0
         if self._is_fruitless():
-            raise CaptureError(
+            error = CaptureError(
                 f"{self._num_fruitless} graphs in a row were captured that hardly served again. {self._why}",
                 remedy="Pass what changes as a tensor argument, keep shapes constant, or raise max_graphs.",
             )
+            if (cause := self._compared) is not None:
+                error = CaptureError(f"{error.reason} {cause.reason}", where=cause.where, remedy=cause.remedy)
+            raise error
 
     def _is_fruitless(self) -> bool:
         return self._num_fruitless > 2 * self.max_graphs
@@ -551,7 +555,7 @@ class Step(Generic[P, R]):
             except TypesCompared as compared:
                 if dimensions or any(number.location in self._state.lifted for number in request.numbers):
                     raise compared.error from None
-                is_plain = True
+                is_plain, self._compared = True, compared.error
             except Disturbed as other:
                 num_disturbed += 1
                 disturbed.add(other.location)
