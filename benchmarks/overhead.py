@@ -2,20 +2,26 @@
 
 - ``host call``: wall clock of one call that finds the device idle, without waiting for the result; small networks.
 - ``call minus replay``: a call less the bare replay of the same graph: what the library itself costs.
+- Case ``number that changes``: ``host call`` of a step with a number that differs in each call and is an input of its
+  graph by then, beside the same step with a number that stays.
 - ``cold compile``: seconds from the uncompiled model to the first result, caches empty, each side in its own process.
 - ``plan_serial``: time to plan a random graph; ``8 streams, packed, checked``: on streams, with its memory, and proven.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+import millstream as ms
 from benchmarks.cases.models import HOST_INFERENCE, HOST_TRAINING, InferenceCase, TrainingCase
 from benchmarks.inference import SampledInferenceJudge
 from benchmarks.measuring import ours
@@ -106,6 +112,42 @@ def host_rows(case: str, mine: Side, peers: list[Side | Failure], settings: Sett
     return [*rows, Row(case, "call minus replay", ours_ms=spent, equal=True)]
 
 
+def weighted_step(device: torch.device, compiled: bool) -> Any:
+    """A training step of a small network whose loss has a weight; the same network each time."""
+    torch.manual_seed(0)
+    with device:
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step(batch: Tensor, weight: float) -> Tensor:
+        optimizer.zero_grad()
+        loss = weight * model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return ms.step(step, strict=True) if compiled else step
+
+
+def run_number(settings: Settings) -> list[Row]:
+    """Host time of a step's call whose number changes, beside that of a step whose number stays."""
+    batch, weights = torch.randn(16, 32, device=settings.device), itertools.count(1)
+    changing, eager = (weighted_step(settings.device, compiled) for compiled in (True, False))
+    same = [torch.allclose(changing(batch, 1 / k), eager(batch, 1 / k)) for k in itertools.islice(weights, 20)]
+    staying = weighted_step(settings.device, compiled=True)
+    clocks = {
+        "ours": host_clock(lambda: changing(batch, 1 / next(weights)), settings.device),
+        "same number": host_clock(lambda: staying(batch, 0.5), settings.device),
+    }
+    samples = alternate(clocks, settings.rounds * SAMPLES)
+    own, plain = samples["ours"], samples["same number"]
+    more_us, graphs = 1000 * (own.median - plain.median), len(changing.graphs)
+    note = f"{more_us:.1f} us more; graphs after {next(weights)} numbers: {graphs}"
+    facts = Row("number that changes", "host call", "same number", ours_ms=own.median, p20=own.p20, p80=own.p80)
+    times = {"baseline_ms": plain.median, "ratio": ratio(plain.median, own.median)}
+    return [replace(facts, **times, equal=all(same), note=note)]
+
+
 def problem_of(peer: Side | Failure) -> str:
     """Why a peer cannot be timed; empty when it can."""
     return peer.reason if isinstance(peer, Failure) else peer.comparison.reason
@@ -146,6 +188,7 @@ def run_case(case: OverheadCase, settings: Settings) -> list[Row]:
 CASES = (
     *(OverheadCase(case.name, partial(run_call, case), case.estimate_s) for case in HOST_INFERENCE),
     *(OverheadCase(case.name, partial(run_step, case), case.estimate_s) for case in HOST_TRAINING),
+    OverheadCase("number that changes", run_number, 60),
     *(OverheadCase(f"plan {number} kernels", partial(run_plan, number), 10) for number in PLANNED),
     *(OverheadCase(f"compile {name}", partial(run_compile, name), 120) for name in COMPILED),
 )

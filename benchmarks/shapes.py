@@ -50,7 +50,11 @@ def run_case(case: ShapesCase, settings: Settings) -> list[Row]:
     device = ("--device", str(settings.device))
     if case.name == NEW_SIZES:
         return rows_of_new_sizes(run_side("benchmarks.cases.new_sizes", *device))
-    mine, theirs = (run_side("benchmarks.cases.sizes", case.name, side, *device) for side in ("ours", PEER))
+    sides = {}
+    for side in ("ours", PEER):
+        sides[side] = run_side("benchmarks.cases.sizes", case.name, side, *device)
+        print(f"{case.name}, {side}: {sides[side]}", file=sys.stderr, flush=True)  # kept where the other does not end
+    mine, theirs = sides["ours"], sides[PEER]
     graphs = f"{case.calls} calls; {mine['graphs']} graphs, {PEER} {theirs['graphs']}"
     rows = []
     for variant, key in (("first pass", "first_s"), ("later pass", "later_s")):
