@@ -130,6 +130,15 @@ def is_unknown(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.constant is None
 
 
+asks_device = torch.ops.prim.device.default
+"""The operator by which PyTorch's C++ code asks fake tensors, with each gradient for one, on what device they are."""
+
+
+def device_of_fake(tensor: FakeTensor) -> torch.device:
+    """What ``asks_device`` is answered, as by the mode of fake tensors itself. Tried on 2.11 and 2.13."""
+    return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number that is equal exactly for tensors that share memory, fake or not. Tried on 2.11 and 2.13."""
     return int(tensor.untyped_storage()._cdata)

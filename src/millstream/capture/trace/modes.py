@@ -22,7 +22,7 @@ from millstream._torch.backward import is_active
 from millstream._torch.checkpointing import RandomRecords
 from millstream._torch.compiler.hints import current_stream_hint, note_stream_hint
 from millstream._torch.operators import is_expanded_later
-from millstream._torch.tensors import FakeTensor, is_real, is_unknown
+from millstream._torch.tensors import FakeTensor, asks_device, device_of_fake, is_real, is_unknown
 from millstream._torch.tracing import (
     VALUE_NEEDED,
     attributes_here,
@@ -305,6 +305,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is asks_device and isinstance(args[0], FakeTensor):
+            return device_of_fake(args[0])
         # Most of the Python that tracing runs is PyTorch's within an operator. Operators and tensor subclasses of the
         # user's may lead to their code.
         if getattr(func, "namespace", "") in _PYTORCHS and all(issubclass(kind, FakeTensor) for kind in types):
