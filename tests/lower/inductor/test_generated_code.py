@@ -12,6 +12,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from torch._inductor import fx_utils
 from torch._inductor.codegen import cpp
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.graph import output_code_log
@@ -77,9 +78,15 @@ def windows(x):
     return F.avg_pool2d(x[None], 3, 2, 1, ceil_mode=True), larger
 
 
+def updates(x):
+    """Inductor replaces the products, which operators over lists use."""
+    products = [torch.addmm(row, x, x.T.contiguous()) for row in x @ x.T]
+    return torch._foreach_add(torch._foreach_mul(products, 2.0), products)
+
+
 @pytest.mark.parametrize(
     ("function", "shape"),
-    [*itertools.product([pointwise, reductions], [(32, 64), (19, 21), (3, 5)]), (windows, (9, 11))],
+    [(updates, (5, 11)), *itertools.product([pointwise, reductions], [(32, 64), (19, 21), (3, 5)]), (windows, (9, 11))],
 )
 def test_shortcuts_change_no_letter(function, shape, sources, monkeypatch):
     texts = []
@@ -95,7 +102,9 @@ def test_shortcuts_change_no_letter(function, shape, sources, monkeypatch):
 def test_switched_off_nothing_is_left_out(monkeypatch):
     monkeypatch.setenv("MILLSTREAM_WITHOUT", "pytorch#1, shortcuts")
     threshold, generate, find = gc.get_threshold(), SchedulerNode.codegen, cpp.stride_at_vec_range
+    find_fakes = fx_utils.get_fake_args_kwargs
     with shortcuts(), no_collections():
+        assert fx_utils.get_fake_args_kwargs is find_fakes
         assert gc.get_threshold() == threshold
         assert SchedulerNode.codegen is generate
         assert cpp.stride_at_vec_range is find

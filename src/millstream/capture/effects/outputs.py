@@ -179,7 +179,7 @@ def _logs_recorded(recorder: Recorder) -> Iterator[None]:
 def _is_others(recorder: Recorder, asking: FrameType | logging.Logger) -> bool:
     """Whether what somebody asks or writes is none of the step's."""
     name = asking.name if isinstance(asking, logging.Logger) else asking.f_globals.get("__name__", "")
-    return not recorder.is_active or name.partition(".")[0] in _OTHERS
+    return name.partition(".")[0] in _OTHERS or not recorder.is_active
 
 
 def _handling(recorder: Recorder) -> Callable[..., None]:

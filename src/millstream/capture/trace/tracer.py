@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from millstream._torch.backward import backward_watched
 from millstream._torch.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream._torch.compiler.dynamo import compile_lock
+from millstream._torch.compiler.symbols import calculated_by
 from millstream._torch.devices.device_guard import keep_device_guard
 from millstream._torch.hooks import optimizer_steps_seen
 from millstream._torch.scaler import is_idle, steps_are_masked
@@ -64,7 +65,15 @@ from millstream.capture.lines import (
 from millstream.capture.state.code import attributes_of, compares_types
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import discover
-from millstream.capture.state.executed import CodeWatch, Ran, name_of, others_may_write, record_module_reads, stand_in
+from millstream.capture.state.executed import (
+    CodeWatch,
+    Ran,
+    name_of,
+    others_may_write,
+    record_module_reads,
+    stand_in,
+    unwatched,
+)
 from millstream.capture.state.impure import PROFILER, STARTED
 from millstream.capture.state.lift import TRACING, become_fake, check_apart, device_of, lift
 from millstream.capture.state.loads import Loads
@@ -201,6 +210,7 @@ class _Tracer:
                 failures_unlogged(),
                 become_fake([*state, *before, *request.arguments], self.mode, request.host_scalars, fakes) as self.kind,
                 self.mode,
+                calculated_by(unwatched) if self.sizes is not None else contextlib.nullcontext(),
                 self._numbers_replaced() as numbers,
                 math_takes_scalars(),
                 json_takes_scalars(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -484,7 +485,9 @@ def for_threads(body: str) -> str:
         lambda found: f"{found[1]} num_threads(std::min({found[2] or parallel_num_threads()}, omp_get_max_threads()))",
         body,
     )
-    return body if "_integral(" in body else re.sub(r".*inductor_cpu_integer_div_error.*\n", "", body)
+    if "_integral(" in body or "inductor_cpu_integer_div_error" not in body:
+        return body
+    return re.sub(r".*inductor_cpu_integer_div_error.*\n", "", body)
 
 
 def raise_index_errors(body: str) -> str:
@@ -538,7 +541,13 @@ def is_updated(name: str, body: str) -> bool:
 
     Inductor lists every input of the graph that a kernel writes. Most are overwritten without being looked at.
     """
-    return not name.startswith("out_ptr") or re.search(rf"\b(?:load|atomic_\w+)\(\s*{name}\b", body) is not None
+    return not name.startswith("out_ptr") or name in _loaded(body)
+
+
+@functools.lru_cache(maxsize=1)  # asked for every argument of one kernel, of which an optimizer's has hundreds
+def _loaded(body: str) -> frozenset[str]:
+    """Names of what a Triton kernel loads from, or adds to."""
+    return frozenset(re.findall(r"\b(?:load|atomic_\w+)\(\s*(\w+)", body))
 
 
 def describe_argument(name: str, mutated: bool) -> KernelArgument:

@@ -16,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
+import torch
+from torch import fx
+from torch._inductor import fx_utils
 from torch._inductor.codegen import cpp
 from torch._inductor.codegen.cpp import CppVecKernel
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
@@ -36,6 +39,9 @@ def shortcuts() -> Iterator[None]:
     - By how much an index grows with a variable is asked for every access and variable, and answered by SymPy's
       ``simplify``. Where the variable is only multiplied by a number, that number is the answer. Where values of the
       variable show that the growth is no number, as in windows of a pooling, nobody asks for more than that.
+    - Where a tensor has been replaced in the graph, everything that uses it is run with fake tensors, to see whether it
+      returns the same memory. Of what returns several tensors, or none, nobody looks at the results: it counts as if
+      it did. An optimizer's operators over all its parameters are run once for each of them, at that.
 
     Not for several threads at once: Inductor itself compiles under one lock.
     """
@@ -57,7 +63,14 @@ def shortcuts() -> Iterator[None]:
             found = _growth_with(var, index, vec_length)
         return find(index, var, vec_length) if found is None else found
 
+    find_fakes = fx_utils.get_fake_args_kwargs
+
+    def find_if_looked_at(node: fx.Node, *args: Any, **kwargs: Any) -> Any:
+        is_about_alias = sys._getframe(1).f_code.co_name == "any_user_may_alias"
+        return (False, (), {}) if is_about_alias and not _returns_tensor(node) else find_fakes(node, *args, **kwargs)
+
     with (
+        replaced(fx_utils, "get_fake_args_kwargs", find_if_looked_at),
         replaced(DtypePropagationOpsHandler, "__init__", lambda self: None),
         replaced(SchedulerNode, "codegen", generate_if_used),
         replaced(cpp, "stride_at_vec_range", find_stride),
@@ -130,6 +143,14 @@ def _growth_with(var: sympy.Symbol, index: Any, vec_length: int | None) -> sympy
         if first.is_Integer and any(value.is_Integer and value != first for value in values):
             return growth
     return None
+
+
+def _returns_tensor(node: fx.Node) -> bool:
+    """Whether it is not known that a call gives no tensor, or several."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    returns = node.target._schema.returns
+    return len(returns) == 1 and not isinstance(returns[0].type, torch.ListType)
 
 
 def _is_for_nothing(kernel: Any) -> bool:
