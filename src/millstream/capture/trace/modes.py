@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import compress, repeat
 from typing import Any, NoReturn
 
 import numpy as np
@@ -44,7 +45,7 @@ from millstream.capture.lines import (
     user_frames,
 )
 from millstream.capture.state.executed import unwatched
-from millstream.capture.trace.scalars import GraphScalar, is_scalar, run_with_scalars
+from millstream.capture.trace.scalars import GraphScalar, run_with_scalars
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
 from millstream.passes.cleanup import IS_DECIDED
 
@@ -147,7 +148,7 @@ class FunctionWatch(TorchFunctionMode):
                 "The step registers a hook on a parameter or other state.",
                 "Change the gradient in the step, after backward.",
             )
-        if any(issubclass(type(arg), np.ndarray) for arg in args):
+        if any(map(issubclass, map(type, args), repeat(np.ndarray))):
             self._fail(*_NUMPY_READ)
         is_asked_by_user = self._sizes is not None and not is_ours(sys._getframe(1).f_code.co_filename)
         attribute = name if name != "__get__" else getattr(getattr(func, "__self__", None), "__name__", "")
@@ -159,12 +160,13 @@ class FunctionWatch(TorchFunctionMode):
                 self._fail(f"The step reads a tensor's {attribute}.", "Compute with shapes and values only.")
             if attribute == "data_ptr" and is_users(caller):  # a kernel would be launched on what is nowhere
                 raise RuntimeError("A library asks for the address of a tensor, which has none while a step is traced.")
-        self.looked_at.update(self._lifted.intersection(map(id, _tensors_in((*args, *kwargs.values())))))
+        leaves = _leaves((*args, *kwargs.values()))
+        self.looked_at.update(self._lifted.intersection(map(id, _tensors_in(leaves))))
         if name == "__set__" and getattr(func, "__self__", None) is _DATA:
             return self._set_data(func, *args)
         before, self.calling = self.calling, name
         try:
-            if next(_scalars_in((*args, *kwargs.values())), None) is not None:
+            if any(map(issubclass, map(type, leaves), repeat(GraphScalar))):
                 return self._for_this_thread(run_with_scalars(func, args, kwargs))
             result = self._for_this_thread(func(*args, **kwargs))
             if is_asked_by_user and (attribute in GIVE_SIZES or type(result) in ARE_SIZES):
@@ -179,7 +181,7 @@ class FunctionWatch(TorchFunctionMode):
 
     def _for_this_thread(self, result: Any) -> Any:
         """Let other threads, which may find it where the program puts it, not compute with what has no values."""
-        for each in _tensors_in((result,)):
+        for each in _tensors_in(_leaves((result,))):
             if type(each) is FakeTensor:
                 each.__class__ = self._kind
         return result
@@ -286,6 +288,11 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether PyTorch is to switch Dynamo off at each operator. It is off as long as a step is traced."""
+        return False
+
     def __init__(
         self,
         refuse: Callable[[Exception], None],
@@ -309,7 +316,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return device_of_fake(args[0])
         # Most of the Python that tracing runs is PyTorch's within an operator. Operators and tensor subclasses of the
         # user's may lead to their code.
-        if getattr(func, "namespace", "") in _PYTORCHS and all(issubclass(kind, FakeTensor) for kind in types):
+        if getattr(func, "namespace", "") in _PYTORCHS and all(map(issubclass, types, repeat(FakeTensor))):
             with torch._C.DisableTorchFunction():  # what the operator consists of is none of the function mode's
                 return unwatched(self._dispatch, func, args, kwargs or {})
         if is_expanded_later(func):  # its Python is called once more, and reads numbers as they are then
@@ -319,7 +326,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_targets(func, args)
         if func not in _LIFTS:
-            for tensor in _tensors_in((*args, *kwargs.values())):
+            for tensor in _tensors_in(_leaves((*args, *kwargs.values()))):
                 if is_real(tensor):
                     foreign = ForeignTensor(tensor, here())
                     self._refuse(foreign)
@@ -399,20 +406,15 @@ def fits(new: Any, old: Tensor) -> bool:
     return isinstance(new, Tensor) and new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
 
 
-def _tensors_in(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
+def _leaves(values: Sequence[Any]) -> Sequence[Any]:
+    """The values, and those in lists and tuples among them; here and below with few calls, each of which is watched."""
+    if not any(map(isinstance, values, repeat((list, tuple)))):
+        return values
+    return [leaf for value in values for leaf in (_leaves(value) if isinstance(value, list | tuple) else (value,))]
 
 
-def _scalars_in(values: Any) -> Iterator[GraphScalar]:
-    for value in values:
-        if is_scalar(value):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _scalars_in(value)
+def _tensors_in(leaves: Sequence[Any]) -> Iterator[Tensor]:
+    return compress(leaves, map(isinstance, leaves, repeat(Tensor)))
 
 
 def _check_and_unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
