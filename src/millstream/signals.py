@@ -50,12 +50,16 @@ class Postponed:
 
     def end(self) -> None:
         """Let signals that come from now on find their handlers."""
-        for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, handler)
-        self._handlers = {}
-        if self in _in_force:
-            _in_force.remove(self)
+        try:
+            for number, handler in self._handlers.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, handler)
+            self._handlers = {}
+            if self in _in_force:
+                _in_force.remove(self)
+        except BaseException:  # of a handler that is there again
+            self.end()
+            raise
 
     def forget(self) -> None:
         """Forget what came."""

@@ -981,6 +981,32 @@ def test_a_child_that_another_thread_forks_during_a_trace_finds_what_was_there_b
     assert world.n == 3
 
 
+def test_a_handler_that_raises_as_it_is_put_back_lets_all_others_come_back(handle, monkeypatch):
+    def look(number, frame):
+        raise TooSoonError
+
+    def put(number, handler):
+        before = put_back(number, handler)
+        if handler is look:
+            monkeypatch.undo()
+            _raise(number)
+        return before
+
+    put_back, others = signal.signal, [signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM]
+    handle(signal.SIGUSR1, look)
+    for number in others:
+        handle(number, _ignore)
+    with pytest.raises(TooSoonError), signals_wait(interrupts_wait=True):
+        monkeypatch.setattr(signal, "signal", put)
+    assert [signal.getsignal(number) for number in (signal.SIGUSR1, *others)] == [look, _ignore, _ignore, _ignore]
+    with signals_wait(interrupts_wait=False):  # none is in force any more
+        assert signal.getsignal(signal.SIGUSR1) is not look
+
+
+def _ignore(number, frame):
+    pass
+
+
 @pytest.mark.filterwarnings("ignore:This process .*is multi-threaded:DeprecationWarning")
 def test_a_child_forked_while_signals_wait_has_the_handlers_and_none_of_the_signals(handle):
     handled = []

@@ -72,7 +72,7 @@ from millstream.errors import (
 from millstream.locks import ForkSafeLock, releasable
 from millstream.lower import ask_early
 from millstream.progress import phase, showing
-from millstream.signals import signals_wait, undisturbed
+from millstream.signals import undisturbed
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
@@ -243,9 +243,8 @@ class Step(Generic[P, R]):
                 key = key_of(form, arguments)
             if (graph := self._cache.find(key, arguments, given)) is not None:
                 if not graph.guards.is_quickened and graph.num_runs and not graph.num_runs % QUICKEN_EVERY:
-                    with signals_wait(interrupts_wait=True):  # a thread that is being started is not to be met
-                        graph.guards.quicken_if_made(graph.parameters)
-                        _learn_arguments(graph, self._calls.make(args, kwargs))
+                    undisturbed(graph.guards.quicken_if_made, graph.parameters)  # it may start a thread
+                    _learn_arguments(graph, self._calls.make(args, kwargs))
                 self._check_if_due(graph, args, kwargs)
                 return self._run_whole(graph, arguments)
             call = self._calls.make(args, kwargs)
