@@ -19,6 +19,7 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+E = TypeVar("E", bound=BaseException)
 
 
 class MillstreamError(Exception):
@@ -135,6 +136,15 @@ def never_the_end(error: BaseException) -> BaseException:
     raised = FeedError("A transform, or what moves or makes a part of a batch, has raised StopIteration.")
     raised.__cause__ = error
     return raised
+
+
+def without_frames(error: E) -> E:
+    """The error, as it is kept for later: without the frames that it came through, whose variables hold a batch."""
+    each: BaseException | None = error
+    while each is not None and (each.__traceback__ or each.__context__) is not None:
+        each.__traceback__ = each.__context__ = None
+        each = each.__cause__
+    return error
 
 
 def skip_frames(traceback: TracebackType | None, own: Set[CodeType]) -> TracebackType | None:

@@ -184,6 +184,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         A callable on the flat inputs that returns the flat outputs.
     """
     options = dict(options or {})
+    num_inputs = len(inputs)  # not they themselves, for later: they are a batch
     ask_early(inputs)
 
     @signals_wait(interrupts_wait=False)  # the backward pass is lowered when it is needed, by then outside of Dynamo
@@ -200,7 +201,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
             fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
             settings = {**options, **without}
             if cutting is not None and has_collectives(fresh.graph):
-                updates = updates_of(fresh, cutting.names, len(inputs) - len(static))
+                updates = updates_of(fresh, cutting.names, num_inputs - len(static))
                 segments = replace(cut(fresh, cutting.max_cuts), updates=updates)
                 programs = list(_lower_segments(segments, kwargs, f"{name}.{phase}", phase, static, settings))
                 return _boxed(cutting.finish(segments, programs))

@@ -110,6 +110,7 @@ def reads_a_clock(x):
     return x * min(1, int(time.time()))
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="there profilers miss some calls of PyTorch's own tracer, too")
 @pytest.mark.parametrize("function", [one, reads_a_clock])
 def test_cprofile_has_what_runs_before_and_after_in_the_calls_in_progress(function):
     step = Step(function, build=interpret)
@@ -134,6 +135,7 @@ def test_cprofile_has_what_runs_before_and_after_in_the_calls_in_progress(functi
     assert bool(step.graphs) == (function is one)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="there profilers miss some calls of PyTorch's own tracer, too")
 @pytest.mark.parametrize("function", [one, reads_a_clock])
 def test_a_profile_function_sees_each_call_and_its_end(function):
     step, balance = Step(function, build=interpret), Balance()

@@ -1,8 +1,15 @@
 """A program that has ended leaves nothing: a notebook's cell that runs again, a script that another one runs."""
 
+import functools
 import gc
+import time
 import weakref
 
+import pytest
+import torch
+from torch import nn
+
+import millstream as ms
 from tests.capture.worlds import interpret
 
 PROGRAM = """
@@ -67,3 +74,45 @@ def test_classes_modules_steps_and_feeds_of_a_program_go_with_it():
         gc.collect()
     held = {name for name, reference in held.items() if reference() is not None}
     assert held == {"torch", "ms", "dataclasses", "Step", "build"}
+
+
+def training(how):
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def train(x):
+        loss = net(x).sum()
+        if how == "reads a clock":
+            loss = loss * time.time()
+        elif how == "branches" and loss > 0:
+            loss = loss * 2
+        elif how == "fails as it is traced":
+            loss = torch.sparse.sum((loss * torch.eye(2)).to_sparse())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return ms.step(train)
+
+
+REFUSED = ("reads a clock", "branches", "fails as it is traced")
+PROGRAMS = {
+    **{how: functools.partial(training, how) for how in ("is captured", *REFUSED)},
+    "a model": lambda: ms.compile(nn.Linear(3, 2)),
+    "a model with a break": lambda: ms.compile(lambda x: x * 2 if x.sum() > 0 else x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::millstream.errors.FallbackWarning")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_batch_is_kept(program):
+    compiled, batches = PROGRAMS[program](), []
+    for _ in range(4):
+        x = torch.ones(4, 3)
+        compiled(x)
+        batches.append(weakref.ref(x))
+        del x
+    gc.collect()
+    assert [batch() is not None for batch in batches] == [False] * 4
+    assert bool(getattr(compiled, "fallbacks", ())) == (program in REFUSED)

@@ -38,7 +38,7 @@ from millstream.capture.step.split import UNBOUND, Part, split_function
 from millstream.capture.step.step import Fallback, P, R, Step
 from millstream.capture.trace.scalars import is_scalar, is_size
 from millstream.data_parallel.session import Session
-from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user
+from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user, without_frames
 
 _first = threading.local()
 
@@ -261,7 +261,7 @@ class _PartStep(Step[Any, Any]):
 
     def _fall_back(self, call: Call, error: CaptureError) -> Any:
         if isinstance(error, EmptyCaptureError):
-            self._refused[call.key] = error
+            self._refused[call.key] = without_frames(error)
             return self._run_plainly(call)
         if self.strict:
             raise error

@@ -68,6 +68,7 @@ from millstream.errors import (
     FailingStepCaptureError,
     warn_user,
     why_disabled,
+    without_frames,
 )
 from millstream.locks import ForkSafeLock, releasable
 from millstream.lower import ask_early
@@ -99,6 +100,9 @@ class Fallback:
 
     signature: dict[str, str]  # tensors of the arguments by name, with dtype and shape
     error: CaptureError  # reason, line and remedy
+
+    def __post_init__(self) -> None:
+        without_frames(self.error)
 
 
 P = ParamSpec("P")
