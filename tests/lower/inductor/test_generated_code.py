@@ -18,6 +18,7 @@ from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.graph import output_code_log
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import SchedulerNode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.functions import FloorDiv, Max, Min, ModularIndexing
 
 import millstream as ms
@@ -97,6 +98,25 @@ def test_shortcuts_change_no_letter(function, shape, sources, monkeypatch):
         ms.compile(function, strict=True)(torch.randn(shape))
         texts.append(list(sources))
     assert texts[0] == texts[1] != []
+
+
+def any_user_may_alias(node):
+    """Asks as Inductor's function of that name."""
+    return fx_utils.get_fake_args_kwargs(node)[0]
+
+
+def test_only_users_that_return_one_tensor_are_run_to_see_whether_it_is_the_same_memory():
+    def update(x):
+        return torch._foreach_add([x.neg(), x.exp()], 1.0)
+
+    graph = make_fx(update, tracing_mode="fake")(torch.ones(4)).graph
+    users = {node.target: node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    several = torch.ops.aten._foreach_add.Scalar
+    assert len(users) == 3
+    assert all(map(any_user_may_alias, users.values()))
+    with shortcuts():
+        assert {target for target, node in users.items() if not any_user_may_alias(node)} == {several}
+        assert all(fx_utils.get_fake_args_kwargs(node)[0] for node in users.values())  # to bring them up to date
 
 
 def test_switched_off_nothing_is_left_out(monkeypatch):

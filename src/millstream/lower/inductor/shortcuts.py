@@ -39,9 +39,9 @@ def shortcuts() -> Iterator[None]:
     - By how much an index grows with a variable is asked for every access and variable, and answered by SymPy's
       ``simplify``. Where the variable is only multiplied by a number, that number is the answer. Where values of the
       variable show that the growth is no number, as in windows of a pooling, nobody asks for more than that.
-    - Where a tensor has been replaced in the graph, everything that uses it is run with fake tensors, to see whether it
-      returns the same memory. Of what returns several tensors, or none, nobody looks at the results: it counts as if
-      it did. An optimizer's operators over all its parameters are run once for each of them, at that.
+    - Where a tensor has been replaced in the graph, torch 2.11 runs everything that uses it with fake tensors, to see
+      whether it returns the same memory (2.13 does not come to that). It does not look at several results, or none:
+      they count as if they did. Operators over all parameters of an optimizer were run once for each of them.
 
     Not for several threads at once: Inductor itself compiles under one lock.
     """
