@@ -408,6 +408,20 @@ def test_model_is_found_forward_and_backward(tmp_path, monkeypatch, dynamic):
     assert same(run(), first)
 
 
+def test_model_is_found_whose_stride_became_a_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    model, rows = Net(2.0), torch.randn(4, 9)
+
+    def run():
+        torch._dynamo.reset()
+        compiled = ms.compile(model, strict=True)
+        return [compiled(x, torch.ones(4, 2)).detach() for x in (rows[:, :3], rows[:, :3].contiguous())]
+
+    first = run()
+    monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
+    assert same(run(), first)
+
+
 SCRIPT = """
 import sys
 import torch

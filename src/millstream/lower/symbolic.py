@@ -164,16 +164,16 @@ def _fill_in(tree: Any, values: tuple[Any, ...]) -> Any:
 
 
 def _sources(program: Program) -> dict[sympy.Basic, str]:
-    """For each symbol, Python text that takes it from the list of inputs."""
-    sources: dict[sympy.Basic, str] = {}
-    for position, number in program.numbers.items():
-        sources.setdefault(expression_of(number), f"inputs[{position}]")
+    """For each symbol, Python text that takes it from the list of inputs; some have become plain numbers meanwhile."""
+    found = [(number, f"inputs[{position}]") for position, number in program.numbers.items()]
     for position, name in enumerate(program.inputs):
         layout = program.tensors.get(name) if name is not None else None
         if layout is None:
             continue
         for what, numbers in (("size", layout.size), ("stride", layout.stride)):
-            for dimension, number in enumerate(numbers):
-                if isinstance(number, NUMBERS):
-                    sources.setdefault(expression_of(number), f"inputs[{position}].{what}({dimension})")
+            found += [(number, f"inputs[{position}].{what}({each})") for each, number in enumerate(numbers)]
+    sources: dict[sympy.Basic, str] = {}
+    for number, text in found:
+        if isinstance(number, NUMBERS):
+            sources.setdefault(expression_of(number), text)
     return sources
