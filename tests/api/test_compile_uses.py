@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import warnings
 from collections.abc import Iterable
@@ -119,6 +120,32 @@ def test_what_cannot_be_called_is_refused(wrap):
         wrap(3)
 
 
+@pytest.mark.parametrize("wrap", [ms.compile, torch.compile], ids=["ours", "torch's"])
+def test_what_is_compiled_already_is_refused(wrap):
+    for model in (nn.Linear(2, 2), lambda x: x * 2):
+        with pytest.raises(ms.ArgumentError, match="has compiled already"):
+            ms.compile(wrap(model))
+    ms.compile(torch.compiler.disable(lambda x: x * 2))
+
+
+def test_arguments_of_compile_are_explained_where_a_step_has_none():
+    for name in ("mode", "fullgraph", "backend", "freeze"):
+        with pytest.raises(TypeError, match=rf"step\(\) got an unexpected keyword argument '{name}'\. \w+ "):
+            ms.step(lambda x: x, **{name: "default"})
+
+
+def test_forward_by_name_is_compiled_and_runs_no_hooks():
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)
+    compiled = ms.compile(model)
+    torch.testing.assert_close(compiled.forward(x), model.forward(x))
+    assert len(ms.explain(compiled).programs) == 1
+    assert inspect.signature(compiled.forward) == inspect.signature(model.forward)
+    model.register_forward_hook(lambda module, args, result: result * 0)
+    torch.testing.assert_close(compiled.forward(x), model.forward(x))
+    torch.testing.assert_close(compiled(x), model(x))
+
+
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 @pytest.mark.parametrize("inner", [False, True], ids=["of the model", "of one within"])
 def test_hooks_registered_and_removed_later(register, inner):
@@ -189,7 +216,7 @@ def test_freezing_is_asked_for_by_our_calls_only():
     assert builder.is_parameter_freezing is before
 
 
-@pytest.mark.parametrize("wrap", ["compiled twice", "part of a model", "by torch.compile"])
+@pytest.mark.parametrize("wrap", ["part of a model", "by torch.compile"])
 def test_a_compiled_model_within_another_keeps_no_other_from_being_captured(wrap):
     """Models of PyTorch's own classes are one to Dynamo: where it gives one up, it takes none any more."""
     torch._dynamo.reset()
@@ -198,7 +225,6 @@ def test_a_compiled_model_within_another_keeps_no_other_from_being_captured(wrap
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ms.FallbackWarning)
         outer = {
-            "compiled twice": lambda: ms.compile(inner),
             "part of a model": lambda: ms.compile(nn.Sequential(inner, nn.ReLU())),
             "by torch.compile": lambda: torch.compile(inner),
         }[wrap]()

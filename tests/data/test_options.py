@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from millstream.data import feed
 from millstream.data.shaping import make_transform
@@ -610,6 +610,14 @@ def test_options_that_are_none(options, message):
 def test_options_of_loaders_and_copies_are_sent_where_they_belong(name, told):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'\. .*{told}"):
         feed([], "cpu", **{name: 2})
+
+
+def test_what_is_no_loader_is_named():
+    dataset = TensorDataset(torch.randn(4, 2))
+    with pytest.raises(ArgumentError, match="wrong way round"):
+        feed("cpu", DataLoader(dataset))
+    with pytest.raises(ArgumentError, match=r"a dataset .*batch_size=None"):
+        feed(dataset, "cpu")
 
 
 def test_a_feed_that_casts_can_be_pickled():

@@ -10,8 +10,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from millstream._torch.compiler.dynamo import is_compiled_by_torch
 from millstream.api.torch_arguments import split_options, translate, with_mode
-from millstream.capture.model import Builder, Compiled, Compiler, compile_module
+from millstream.capture.model import Builder, Compiled, CompiledModule, Compiler, compile_module
+from millstream.capture.step.step import Step
 from millstream.engine import ENGINES, HAND_STREAMS, BySize, Executable, Family, OneOfMany, Scheduling, build
 from millstream.errors import ArgumentError, names_are_suggested
 from millstream.lower import Lowered, LoweredForSizes, check_options
@@ -140,6 +142,11 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         )
     if not callable(model):
         raise ArgumentError(f"compile() takes a module or a function, not {type(model).__name__}.")
+    if (compiled_by := _compiled_by(model)) is not None:
+        raise ArgumentError(
+            f"compile() was given what {compiled_by} has compiled already. Give it the {_kind_of(model)} itself, as it "
+            "was before that, or use what it was given as it is."
+        )
     compiler = Compiler(
         lambda warn: new_builder(engine, scheduling, copy_outputs, warn),
         name=getattr(model, "__name__", type(model).__name__),
@@ -150,6 +157,19 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         dynamic=dynamic,
     )
     return compile_module(model, compiler) if isinstance(model, torch.nn.Module) else Compiled(model, compiler)
+
+
+def _compiled_by(model: Callable[..., Any]) -> str | None:
+    """What has compiled a module or function already; ``None`` for one that is as the user wrote it."""
+    if isinstance(model, Compiled) or issubclass(type(model), CompiledModule):
+        return "ms.compile"
+    if isinstance(model, Step):
+        return "ms.step"
+    return "torch.compile" if is_compiled_by_torch(model) else None
+
+
+def _kind_of(model: Callable[..., Any]) -> str:
+    return "module" if isinstance(model, torch.nn.Module) else "function"
 
 
 def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from millstream.api.compiling import StepSettings
 
 
+_OF_COMPILE = {
+    "mode": "A step needs none: on a GPU it is one CUDA graph anyway; options={'max_autotune': True} tunes kernels.",
+    "fullgraph": "A step is one graph in any case; strict=True raises where it falls back.",
+    "backend": "Its kernels are TorchInductor's in any case.",
+    "freeze": "Parameters change in a step; ms.compile(model, freeze=True) is for inference.",
+}
+"""Arguments of ``ms.compile`` and ``torch.compile`` that a step does not take, and why."""
+
+
 @overload
 def step(fn: Callable[P, R], **settings: Unpack[StepSettings]) -> Step[P, R]: ...
 
@@ -34,7 +43,7 @@ def step(fn: Callable[P, R], **settings: Unpack[StepSettings]) -> Step[P, R]: ..
 def step(fn: None = None, **settings: Unpack[StepSettings]) -> Callable[[Callable[P, R]], Step[P, R]]: ...
 
 
-@names_are_suggested()
+@names_are_suggested(_OF_COMPILE)
 def step(  # noqa: PLR0913  all but the first by name, each with a default
     fn: Callable[..., Any] | None = None,
     *,

@@ -36,7 +36,7 @@ from millstream._torch.compiler.dynamo import (
 from millstream._torch.compiler.dynamo_errors import drop_logs_of_fake_tensors, raised_before_running
 from millstream._torch.compiler.lookups import compile_for
 from millstream._torch.distributed.data_parallel import call_around
-from millstream._torch.hooks import HOOKS_OF_MODULE, count_hooks
+from millstream._torch.hooks import HOOKS_OF_MODULE, count_hooks, hooks_of_all_modules
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user, why_disabled
@@ -430,10 +430,12 @@ class CompiledModule(torch.nn.Module):
         object.__setattr__(self, "_original", module)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("_millstream", "_original"):
+        if name in ("_millstream", "_original", "_compiled_forward"):
             return object.__getattribute__(self, name)
         original = object.__getattribute__(self, "_original")
         value = getattr(original, name)
+        if name == "forward" and getattr(value, "__self__", None) is original:
+            return self._compiled_forward(value)
         if name in _PLAIN_METHODS or not callable(value) or getattr(value, "__self__", None) is not original:
             return value
 
@@ -445,6 +447,17 @@ class CompiledModule(torch.nn.Module):
             return self if result is original else result  # model.train() returns the compiled model
 
         return method
+
+    def _compiled_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """What ``model.forward`` is: compiled as a call is, where there are no hooks, which a call alone runs."""
+
+        @functools.wraps(plain)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hooks = [getattr(self._original, name) for name in HOOKS_OF_MODULE]
+            is_plain = is_compiling() or any(hooks) or hooks_of_all_modules()
+            return (plain if is_plain else self._millstream)(*args, **kwargs)
+
+        return forward
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(object.__getattribute__(self, "_original"), name, value)

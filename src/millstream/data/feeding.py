@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset
 
 from millstream._torch.distributed.data_parallel import is_distributed_run
 from millstream.data.generators import DrawWatch
@@ -150,6 +151,16 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         uneven,
         Lengths(pad_to, pad_multiple, pad_value),
     )
+    if isinstance(loader, (str, torch.device)) and isinstance(device, Iterable) and not isinstance(device, str):
+        raise ArgumentError(
+            f"The loader is {loader!r} and the device a {type(device).__name__}: they are the wrong way round. "
+            "Call feed(loader, device)."
+        )
+    if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
+        raise ArgumentError(
+            f"The loader is a dataset ({type(loader).__name__}), which has single samples: give feed() a "
+            "DataLoader(dataset, batch_size=...). Where each item is a batch already, batch_size=None says so."
+        )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ArgumentError(
             f"The loader is a {type(loader).__name__}, which cannot be iterated; expected a DataLoader, "

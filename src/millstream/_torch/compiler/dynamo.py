@@ -213,3 +213,11 @@ def num_refused_forms() -> int:
     from torch._dynamo.utils import counters
 
     return sum(number for reason, number in counters["unimplemented"].items() if "recompile limit" in reason)
+
+
+def is_compiled_by_torch(function: Any) -> bool:
+    """Whether ``torch.compile`` has made a module or function. Tried on 2.11 and 2.13."""
+    if isinstance(function, torch._dynamo.OptimizedModule):
+        return True
+    names = getattr(function, "__dict__", {})  # not by getattr: a compiled part's attribute is not the whole's
+    return "_torchdynamo_orig_callable" in names and not names.get("_torchdynamo_disable", False)
