@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import shutil
 import weakref
 
@@ -43,7 +44,7 @@ class Scene:
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.home = torch.zeros(4, 3)
         self.weight.grad = self.home
-        self.holder = {"weight": self.weight, "rate": 0.5, "name": "a", "nothing": None, "flag": True}
+        self.holder = {"weight": self.weight, "rate": 0.5, "name": "a", "nothing": None, "flag": True, "nan": math.nan}
         self.items = [self.weight, self.frozen]
         self.order = {"a": 1, "b": 2}
         content = object()
@@ -91,7 +92,11 @@ def test_content_while_values_change(scene):
     with torch.no_grad():
         scene.weight.mul_(2)
         scene.home.fill_(1)
-    scene.holder |= {"rate": float("0.5"), "name": "".join(["a"])}  # equal, though not the same objects
+    scene.holder |= {
+        "rate": float("0.5"),
+        "name": "".join(["a"]),
+        "nan": float("-nan"),
+    }  # equal, though not the same objects
     assert scene.guards.hold() == 1
 
 
@@ -145,6 +150,8 @@ FAULTS = {
     "gradient gone": no_gradient,
     "gradient come": new_gradient,
     "number": lambda scene: scene.holder.update(rate=0.25),
+    "number in the place of a NaN": lambda scene: scene.holder.update(nan=0.5),
+    "NaN": lambda scene: scene.holder.update(rate=math.nan),
     "number of another type": lambda scene: scene.holder.update(flag=1),
     "text": lambda scene: scene.holder.update(name="b"),
     "none": lambda scene: scene.holder.update(nothing=0),

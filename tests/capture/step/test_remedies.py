@@ -374,6 +374,28 @@ def _(w):
     return step, dense
 
 
+@remedy("has an attribute that leads back to it")
+def _(w):
+    class Batch(list):
+        pass
+
+    def step(batch):
+        return w.finish(w.model(batch[0]).sum())
+
+    def cyclic():
+        batch = Batch([w.x.clone()])
+        batch.itself = batch
+        return (batch,)
+
+    w.arguments = cyclic
+
+    def of_items(batch):
+        return step(batch)
+
+    of_items.arguments = lambda: (Batch([w.x.clone()]),)
+    return step, of_items
+
+
 @remedy("shares memory with state that the step writes, or with another argument")
 def _(w):
     def step(x, y):

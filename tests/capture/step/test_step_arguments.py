@@ -1,9 +1,11 @@
 """What steps are called with: one tensor twice, numbers that change, and types that tracing has of its own."""
 
+import cmath
 import functools
 import math
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,8 +158,10 @@ def test_a_tensor_that_is_kept_by_its_type_is_refused():
     assert [*kept] == [torch.Tensor]
 
 
-ALIKE = [1, True, 1.0, 0.0, -0.0, (1,), (True,), frozenset([True])]
+ALIKE = [1, True, 1.0, 0.0, -0.0, (1,), (True,), frozenset([True]), 0j, complex(0, -0.0)]
 """Values that a function can tell apart, some of which are equal to Python."""
+
+NANS = [math.nan, complex(math.nan, 1.0), np.float64("nan"), np.float16("nan")]
 
 HELD = {
     "a key of an argument": lambda holder, value: {value: 1},
@@ -173,6 +177,8 @@ def told(value):
         return 100 * len(type(value).__name__) + told(next(iter(value)))
     if isinstance(value, bool):
         return 10 + value
+    if isinstance(value, complex):
+        return 40 + math.copysign(1, value.imag)
     return 20 + math.copysign(3, value) + value if isinstance(value, float) else value
 
 
@@ -189,6 +195,34 @@ def test_equal_values_that_code_can_tell_apart_have_graphs_of_their_own(held):
         given = HELD[held](holder, value)
         assert torch.equal(step(x, given), plain(x, given)), value
     assert len(step.graphs) <= len(ALIKE) + 1
+
+
+@pytest.mark.parametrize("held", HELD.keys() - {"a key of a global"})
+@pytest.mark.parametrize("nan", NANS, ids=lambda nan: type(nan).__name__)
+def test_a_nan_is_captured_once(held, nan):
+    holder = {}
+
+    def plain(x, given):
+        (item,) = holder if given is None else given
+        item = holder["a"] if given == ["a"] else item
+        return x * (3 if cmath.isnan(item) else 5) * item
+
+    step, x = Step(plain, build=interpret, strict=True), torch.ones(2)
+    for _ in range(4):
+        given = HELD[held](holder, type(nan)(nan) + 0)  # another object in each call
+        assert torch.equal(step(x, given).isnan(), plain(x, given).isnan())
+    assert len(step.graphs) == 1
+
+
+def test_a_nan_among_numbers_that_change_is_one_of_them():
+    def plain(x, number):
+        return x * number if number != number else x + number
+
+    step, x = Step(plain, build=interpret, strict=True), torch.ones(2)
+    for number in [1.0, math.nan, 2.0, math.inf - math.inf, 3.0, math.nan]:
+        assert torch.equal(step(x, number), plain(x, number)) or math.isnan(number)
+        assert step(x, number).isnan().all() == math.isnan(number)
+    assert len(step.graphs) <= 3
 
 
 def test_the_sign_of_a_zero_counts_where_numbers_are_inputs():

@@ -145,9 +145,12 @@ bool holds(const Entry& entry) {
   PyObject* now = look_up(entry);
   if (now == entry.value) return true;
   if (now == nullptr || entry.value == nullptr || Py_TYPE(now) != Py_TYPE(entry.value)) return false;
-  bool is_plain = PyFloat_CheckExact(now) || PyLong_CheckExact(now) || PyUnicode_CheckExact(now);
-  if (PyFloat_CheckExact(now) && std::signbit(PyFloat_AS_DOUBLE(now)) != std::signbit(PyFloat_AS_DOUBLE(entry.value)))
-    return false;  // zeros of either sign are equal
+  if (PyFloat_CheckExact(now)) {
+    double one = PyFloat_AS_DOUBLE(now), other = PyFloat_AS_DOUBLE(entry.value);
+    if (std::isnan(one)) return std::isnan(other);                        // which is not equal to itself
+    return one == other && std::signbit(one) == std::signbit(other);  // zeros of either sign are equal
+  }
+  bool is_plain = PyLong_CheckExact(now) || PyUnicode_CheckExact(now);
   return is_plain && PyObject_RichCompareBool(now, entry.value, Py_EQ) == 1;
 }
 

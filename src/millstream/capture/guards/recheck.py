@@ -110,7 +110,8 @@ def _output(output: Output) -> str:
 
 def _shown(structure: Structure) -> str:
     if isinstance(structure, Container):
-        return f"{structure.type.__name__}({', '.join([*map(str, structure.keys), *map(_shown, structure.children)])})"
+        names = (*map(str, structure.keys), *(structure.attributes or ()))
+        return f"{structure.type.__name__}({', '.join([*names, *map(_shown, structure.children)])})"
     if isinstance(structure, Value):
         return repr(structure.value)
     return f"a {type(structure.target).__name__}" if isinstance(structure, Reference) else "a tensor"

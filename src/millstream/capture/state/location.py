@@ -13,7 +13,7 @@ from functools import partial
 from operator import getitem
 from types import CellType
 from typing import Any, Self
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 MISSING: Any = object()
 """Stands for an entry that is not there."""
@@ -132,6 +132,28 @@ class ClassAttributes(Attributes):
         return iter(vars(self._owner))
 
 
+_slots: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
+
+
+def slots_of(kind: type) -> dict[str, Any]:
+    """The slots of a class and its bases, by name. Shared: not to be changed."""
+    known = _slots.get(kind)
+    if known is None:
+        known = _slots[kind] = {
+            name: member
+            for base in reversed(kind.__mro__)
+            if "__slots__" in vars(base)
+            for name, member in vars(base).items()
+            if isinstance(member, types.MemberDescriptorType)
+        }
+    return known
+
+
+def plain_base(kind: type) -> Any:
+    """Of a class of dicts, the base of Python's, whose methods are none of the user's."""
+    return next(base for base in kind.__mro__ if base.__module__ in ("builtins", "collections"))
+
+
 class SlotAttributes(Attributes):
     """What an object holds in the slots of its classes.
 
@@ -141,13 +163,7 @@ class SlotAttributes(Attributes):
 
     def __init__(self, owner: Any) -> None:
         super().__init__(owner)
-        self.members = {
-            key: member
-            for base in reversed(type(owner).__mro__)
-            if "__slots__" in vars(base)
-            for key, member in vars(base).items()
-            if isinstance(member, types.MemberDescriptorType)
-        }
+        self.members = slots_of(type(owner))
 
     def __getitem__(self, key: str) -> Any:
         try:
@@ -248,7 +264,7 @@ class Items(Attributes):
 
     def __init__(self, owner: dict[Any, Any]) -> None:
         super().__init__(owner)
-        self._plain: Any = next(base for base in type(owner).__mro__ if base.__module__ in ("builtins", "collections"))
+        self._plain = plain_base(type(owner))
 
     def __getitem__(self, key: Any) -> Any:
         return dict.__getitem__(self._owner, key)

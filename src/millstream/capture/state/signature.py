@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from millstream._torch.modes import ambient
+from millstream.capture.state.location import plain_base, slots_of
 
 SCALARS = (
     *(bool, int, float, complex, np.number, np.bool_, str, bytes, type(None)),
@@ -41,15 +43,20 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A Python value, compared by type and value: ``True``, ``1`` and ``1.0`` differ, and so do zeros by their sign."""
+    """A Python value, compared by type and value.
+
+    ``True``, ``1`` and ``1.0`` differ, and so do zeros by their sign; a NaN is the same as another.
+    """
 
     type: type
-    value: Hashable
-    sign: str = field(init=False, default="")
+    value: Hashable = field(compare=False)
+    compared: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
+        compared: Hashable = self.value
         if issubclass(type(self.value), float | complex | np.inexact):  # a stand-in is to be asked nothing
-            object.__setattr__(self, "sign", f"{self.value}")
+            compared = (None if self.value != self.value else self.value, f"{self.value}")
+        object.__setattr__(self, "compared", compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +87,22 @@ class Container:
     """A tuple, list, dict or dataclass."""
 
     type: type  # its class
-    keys: tuple[Hashable, ...]  # keys of a dict or field names of a dataclass, otherwise empty
-    children: tuple[Structure, ...]  # structures of its items
+    keys: tuple[Hashable, ...] = field(compare=False)  # of a dict, otherwise empty; see ``kinds``
+    children: tuple[Structure, ...]  # structures of its items, and then of its attributes
     default_factory: Callable[[], Any] | None = None  # that of a ``defaultdict``
-    kinds: Any = None  # of keys that are not all text: what tells equal ones apart
+    kinds: Any = None  # what is compared of a dict's keys: they, or what also tells equal ones apart
+    # names of its attributes, fields of a dataclass among them; ``None`` where they are the items of a dict
+    attributes: tuple[str, ...] | None = ()
 
 
 Structure: TypeAlias = Leaf | Value | Number | Reference | Container
 
 
 def is_other(number: Any, before: Any) -> bool:
-    """Whether two numbers differ, be it by the sign of a zero."""
-    return bool(number != before or (not number and f"{number}" != f"{before}"))
+    """Whether two numbers differ, be it by the sign of a zero; a NaN is the same as another."""
+    if number != before:
+        return bool(number == number or before == before or f"{number}" != f"{before}")
+    return not number and f"{number}" != f"{before}"
 
 
 def is_same(now: Any, value: Any) -> bool:
@@ -167,54 +178,107 @@ def tree_flatten(
     """Tell the tensors within ``value``, parameters apart, from what remains.
 
     Args:
-        value: Anything. A container that contains itself is not supported.
+        value: Anything. A container with itself among its items is not supported; among its attributes it may be.
         numbers: Receives the numbers, too, if given: then the structure has places for them.
         place_of: What stands for a part that is not to be taken apart as others are; ``None`` for all others.
 
     Returns:
         The structure, and the tensors, depth first and each once. ``tree_unflatten`` reverses it.
     """
-    leaves: dict[int, tuple[Leaf, Tensor]] = {}
-    return _tree_flatten(value, leaves, numbers, place_of), [tensor for _, tensor in leaves.values()]
+    flattening = _Flattening(numbers, place_of)
+    return flattening.flatten(value), [tensor for _, tensor in flattening.leaves.values()]
 
 
-def _tree_flatten(
-    value: Any,
-    leaves: dict[int, tuple[Leaf, Tensor]],
-    numbers: list[float] | None,
-    place_of: Callable[[Any], Structure | None] | None,
-) -> Structure:
-    if place_of is not None and (place := place_of(value)) is not None:
-        return place
-    kind = type(value)
-    if issubclass(kind, Tensor):
-        if isinstance(value, nn.Parameter):  # state that happens to be passed by hand
+class _Flattening:
+    __slots__ = ("leaves", "numbers", "open", "place_of")
+
+    def __init__(self, numbers: list[float] | None, place_of: Callable[[Any], Structure | None] | None) -> None:
+        self.leaves: dict[int, tuple[Leaf, Tensor]] = {}
+        self.numbers, self.place_of = numbers, place_of
+        self.open: list[int] = []  # ids of the containers with attributes around what is being looked at
+
+    def flatten(self, value: Any) -> Structure:
+        if self.place_of is not None and (place := self.place_of(value)) is not None:
+            return place
+        kind = type(value)
+        if kind is tuple or kind is list:  # most are of these kinds
+            return Container(kind, (), tuple(map(self.flatten, value)))
+        if kind is dict:
+            return self._flatten_container(kind, value)
+        if issubclass(kind, Tensor):
+            if isinstance(value, nn.Parameter):  # state that happens to be passed by hand
+                return Reference(value)
+            leaves = self.leaves
+            if id(value) not in leaves:
+                leaves[id(value)] = Leaf(len(leaves)), value
+            return leaves[id(value)][0]
+        if issubclass(kind, (torch.SymFloat, torch.SymInt)):  # of a graph: it passes for a number; not to be asked
             return Reference(value)
-        if id(value) not in leaves:
-            leaves[id(value)] = Leaf(len(leaves)), value
-        return leaves[id(value)][0]
-    if issubclass(kind, (torch.SymFloat, torch.SymInt)):  # of a graph: it passes for a number, and is not to be asked
+        if self.numbers is not None and kind in _NUMBERS:
+            self.numbers.append(value)
+            return _NUMBERS[kind]
+        if isinstance(value, SCALARS):
+            return Value(kind, value)
+        if is_open_container(value):
+            return self._flatten_container(kind, value)
         return Reference(value)
-    if numbers is not None and kind in _NUMBERS:
-        numbers.append(value)  # type: ignore[arg-type]
-        return _NUMBERS[kind]
-    if isinstance(value, SCALARS):
-        return Value(kind, value)
-    if isinstance(value, tuple | list):
-        return Container(kind, (), tuple(_tree_flatten(item, leaves, numbers, place_of) for item in value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
-        items = (getattr(value, name) for name in names)
-        return Container(kind, names, tuple(_tree_flatten(item, leaves, numbers, place_of) for item in items))
-    if isinstance(value, dict):
-        children = tuple(_tree_flatten(item, leaves, numbers, place_of) for item in value.values())
-        kinds = None if {*map(type, value)} <= {str} else _kinds_of(tuple(value))
-        return Container(kind, tuple(value), children, getattr(value, "default_factory", None), kinds)
-    return Reference(value)
+
+    def _flatten_container(self, kind: type, value: Any) -> Structure:
+        if id(value) in self.open:
+            return Reference(value)
+        keys: tuple[Hashable, ...] = ()
+        items: Iterable[Any] = ()
+        kinds = factory = None
+        if isinstance(value, tuple | list):
+            items = value
+        elif isinstance(value, dict):
+            keys, items = tuple(value), value.values()
+            kinds = keys if {*map(type, keys)} <= {str} else _kinds_of(keys)
+            factory = value.default_factory if isinstance(value, defaultdict) else None
+        held = {} if kind is dict else attributes_beside(value)
+        if held == {}:
+            return Container(kind, keys, tuple(map(self.flatten, items)), factory, kinds)
+        if held is None:
+            return Container(kind, keys, tuple(map(self.flatten, items)), factory, kinds, None)
+        self.open.append(id(value))
+        children = tuple(map(self.flatten, [*items, *held.values()]))
+        self.open.pop()
+        return Container(kind, keys, children, factory, kinds, tuple(held))
+
+
+def is_open_container(value: Any) -> bool:
+    """Whether it is taken apart."""
+    return isinstance(value, tuple | list | dict) or (is_dataclass(value) and not isinstance(value, type))
+
+
+def parts_of(container: Any) -> list[Any]:
+    """Items and attributes of what is taken apart."""
+    items = container.values() if isinstance(container, dict) else container
+    held = attributes_beside(container) or {}
+    return [*(items if isinstance(container, tuple | list | dict) else ()), *held.values()]
+
+
+def attributes_beside(value: Any) -> dict[str, Any] | None:
+    """Attributes of a container beside its items, or of a dataclass; ``None`` where they are the items of a dict."""
+    own = _dict_of(value)
+    if own is value:
+        return None
+    held = {} if own is None else {**own}
+    for name, member in slots_of(type(value)).items():
+        with suppress(AttributeError):  # nothing is there
+            held[name] = member.__get__(value)
+    return held
+
+
+def _dict_of(value: Any) -> dict[str, Any] | None:
+    try:
+        return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
+    except AttributeError:
+        return None
 
 
 def _kinds_of(key: Any) -> Any:
-    """What tells apart keys that Python takes for one: ``True``, ``1`` and ``1.0``."""
+    """What tells apart keys that Python takes for one (``True``, ``1`` and ``1.0``), and no NaN from another."""
     if isinstance(key, tuple | frozenset):
         return type(key)(map(_kinds_of, key)) if type(key) in (tuple, frozenset) else (type(key), *map(_kinds_of, key))
     return Value(type(key), key)
@@ -237,7 +301,10 @@ def has_same(values: Sequence[Any]) -> bool:
 
 
 def tree_unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """Build a value of ``structure`` with these in the places of its tensors."""
+    """Build a value of ``structure`` with these in the places of its tensors.
+
+    Neither ``__init__`` nor another method of the user's classes is run: what it has set is among the attributes.
+    """
     if isinstance(structure, Leaf):
         return leaves[structure.index]
     if isinstance(structure, Value):
@@ -245,37 +312,52 @@ def tree_unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
     if isinstance(structure, Reference):
         return structure.target
     assert isinstance(structure, Container)
-    items = [tree_unflatten(child, leaves) for child in structure.children]
-    kind = structure.type
-    if issubclass(kind, tuple):
-        return kind(*items) if hasattr(kind, "_fields") else kind(items)
-    if issubclass(kind, list):
-        return kind(items)
-    if dataclasses.is_dataclass(kind):
-        return _build_dataclass(kind, [str(key) for key in structure.keys], items)
-    return _build_dict(structure, items)
-
-
-def _build_dict(structure: Container, items: list[Any]) -> Any:
-    kind, pairs = structure.type, dict(zip(structure.keys, items, strict=True))
-    if issubclass(kind, defaultdict):
-        return kind(structure.default_factory, pairs)
-    try:
-        return kind(pairs)  # of pairs, a Counter would count them
-    except TypeError:  # its first argument is not the content
-        made = kind()
-        made.update(pairs)
-        return made
-
-
-def _build_dataclass(kind: type, names: list[str], items: list[Any]) -> Any:
-    """Without running ``__init__`` or ``__post_init__``, which belong to the user's function and have run."""
-    if issubclass(kind, dict):  # a dict that is a dataclass too fills itself
-        return kind(**dict(zip(names, items, strict=True)))
-    made = object.__new__(kind)
-    for name, item in zip(names, items, strict=True):
-        object.__setattr__(made, name, item)
+    parts = [tree_unflatten(child, leaves) for child in structure.children]
+    kind, attributes = structure.type, structure.attributes
+    if kind is tuple or kind is list:
+        return kind(parts)
+    if kind is dict:
+        return dict(zip(structure.keys, parts, strict=True))
+    num_items = len(parts) - len(attributes or ())
+    made = _build(structure, parts[:num_items])
+    if attributes is None:
+        made.__dict__ = made
+    elif attributes:
+        _set_attributes(made, zip(attributes, parts[num_items:], strict=True))
     return made
+
+
+def _build(structure: Container, items: list[Any]) -> Any:
+    kind: Any = structure.type
+    if issubclass(kind, tuple):
+        try:
+            return tuple.__new__(kind, items)
+        except TypeError:  # it is written in C
+            return kind(items)
+    if issubclass(kind, list):
+        made = list.__new__(kind)
+        list.extend(made, items)
+        return made
+    if not issubclass(kind, dict):
+        return object.__new__(kind)
+    plain = plain_base(kind)
+    made = plain.__new__(kind)
+    if structure.default_factory is not None:
+        made.default_factory = structure.default_factory
+    for key, item in zip(structure.keys, items, strict=True):
+        plain.__setitem__(made, key, item)
+    return made
+
+
+def _set_attributes(made: Any, attributes: Iterable[tuple[str, Any]]) -> None:
+    """Without asking the class, which may refuse, count or convert."""
+    members, own = slots_of(type(made)), _dict_of(made)
+    for name, value in attributes:
+        if name in members:
+            members[name].__set__(made, value)
+        else:
+            assert own is not None
+            own[name] = value
 
 
 def walk(structure: Structure, name: str) -> Iterator[tuple[str, Structure]]:
@@ -283,16 +365,26 @@ def walk(structure: Structure, name: str) -> Iterator[tuple[str, Structure]]:
     if not isinstance(structure, Container):
         yield name, structure
         return
-    is_mapping = issubclass(structure.type, dict) and not dataclasses.is_dataclass(structure.type)
-    fields = structure.keys or getattr(structure.type, "_fields", ())
+    attributes = structure.attributes or ()
+    fields = getattr(structure.type, "_fields", ())
     for position, child in enumerate(structure.children):
-        if is_mapping:
+        beside = position - (len(structure.children) - len(attributes))
+        if beside >= 0:
+            step = f".{attributes[beside]}"
+        elif structure.keys:
             step = f"[{structure.keys[position]!r}]"
-        elif fields:
+        elif position < len(fields):
             step = f".{fields[position]}"
         else:
             step = f"[{position}]"
         yield from walk(child, name + step)
+
+
+def kinds_of(structure: Structure) -> set[type]:
+    """The classes of the containers in ``structure``, but for Python's most plain ones."""
+    if not isinstance(structure, Container):
+        return set()
+    return {structure.type}.union(*map(kinds_of, structure.children)) - {tuple, list, dict}
 
 
 def walk_arguments(structure: Structure, parameters: Sequence[str]) -> Iterator[tuple[str, Structure]]:

@@ -21,6 +21,7 @@ from millstream.capture.state.location import Location, TensorItem
 from millstream.capture.state.signature import (
     RESOLVE_REMEDY,
     is_lazy_view,
+    is_open_container,
 )
 from millstream.capture.step.calls import Call
 from millstream.capture.step.graph import STATE_NAMES, Memory, Slot, StepGraph, is_alike, restore_gradients
@@ -77,6 +78,10 @@ class StepState:
             )
         if any(argument.layout is not torch.strided for argument in call.arguments):
             raise CaptureError("An argument is a sparse or nested tensor.", remedy="Pass dense tensors.")
+        if any(is_open_container(value) for _, value in call.objects()):
+            raise CaptureError(
+                "An argument has an attribute that leads back to it.", remedy="Pass what the step needs of it."
+            )
         if any(map(is_lazy_view, call.arguments)):
             raise CaptureError("An argument is a conjugated or negated view.", remedy=RESOLVE_REMEDY)
         state = [entry for entry in lift(found) if id(entry.tensor) not in arguments]

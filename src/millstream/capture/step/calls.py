@@ -21,6 +21,7 @@ from millstream.capture.state.signature import (
     is_other,
     key_of,
     key_of_tensors,
+    kinds_of,
     replace_numbers,
     tree_flatten,
     walk_arguments,
@@ -62,10 +63,11 @@ class Call:
             yield argument_input(name, device, value)
 
     def objects(self) -> Iterator[tuple[str, Any]]:
-        """Names and objects among the arguments that are neither tensors nor plain values."""
+        """Names and objects among the arguments that are neither tensors nor plain values, and containers' classes."""
         for name, part in walk_arguments(self.structure, self.parameters):
             if isinstance(part, Reference):
                 yield name, part.target
+        yield from ((kind.__qualname__, kind) for kind in kinds_of(self.structure))
 
 
 class Calls:
@@ -83,7 +85,8 @@ class Calls:
     def split_numbers(self, form: Any, numbers: Sequence[float]) -> tuple[Any, list[float]]:
         """Tell numbers among the arguments that are part of the form from those that each call brings."""
         varying = self._varying.get(form, frozenset())
-        fixed = tuple(n or f"{n}" for i, n in enumerate(numbers) if i not in varying)  # zeros with their signs
+        # Zeros with their signs, and a NaN as text, which is equal to itself.
+        fixed = tuple(n if n and n == n else f"{n}" for i, n in enumerate(numbers) if i not in varying)
         return (form, fixed), [number for index, number in enumerate(numbers) if index in varying]
 
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

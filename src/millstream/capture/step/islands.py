@@ -10,11 +10,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -31,7 +30,14 @@ from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number
 from millstream.capture.effects.recorder import recorder_of_thread
 from millstream.capture.lines import here, raise_refusal
-from millstream.capture.state.signature import SCALARS, Reference, tree_flatten, tree_unflatten
+from millstream.capture.state.signature import (
+    SCALARS,
+    Reference,
+    is_open_container,
+    parts_of,
+    tree_flatten,
+    tree_unflatten,
+)
 from millstream.capture.step.calls import Call
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.split import UNBOUND, Part, split_function
@@ -314,21 +320,14 @@ def _check_passed(value: Any, met: set[int], own: Container[int]) -> None:
         return
     if isinstance(value, FunctionType) and not value.__closure__:
         return
-    parts: Iterable[Any] | None = None
-    if isinstance(value, tuple | list):
-        parts = value
-    elif isinstance(value, dict):
-        parts = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = vars(value).values() if hasattr(value, "__dict__") else None
-    if parts is None or id(value) in own or (id(value) in met and not isinstance(value, tuple)):
+    if not is_open_container(value) or id(value) in own or (id(value) in met and not isinstance(value, tuple)):
         raise CaptureError(
             f"The step passes a {type(value).__name__} across the edge of an eager_region which may have another name.",
             where=here(),
             remedy="Read it again after the edge, or pass tensors and numbers, or new lists of them.",
         )
     met.add(id(value))
-    for part in parts:
+    for part in parts_of(value):
         _check_passed(part, met, own)
 
 

@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +82,8 @@ from millstream.capture.state.signature import (
     Reference,
     Structure,
     Value,
+    is_open_container,
+    parts_of,
     replace_numbers,
     tree_flatten,
     tree_unflatten,
@@ -716,10 +717,12 @@ def _constants_of(node: fx.Node, gm: fx.GraphModule) -> tuple[str, ...]:
     return (str(node.target), *map(str, given))
 
 
-def _containers(value: Any) -> Iterator[int]:
+def _containers(value: Any) -> set[int]:
     """By id, the containers within a value, and it."""
-    if isinstance(value, tuple | list | dict) or dataclasses.is_dataclass(value):
-        yield id(value)
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-        for part in parts:
-            yield from _containers(part)
+    waiting, found = [value], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if is_open_container(value) and id(value) not in found:
+            found.add(id(value))
+            waiting += parts_of(value)
+    return found
