@@ -98,6 +98,7 @@ class _Writer:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.locals: list[str] = []
+        self.aliased: dict[str, str] = {}
         self.num_locals = 0
 
     def write(self) -> Program:
@@ -257,6 +258,15 @@ class _Writer:
         flat = f"{name}.reshape(-1)[{low}:{low + numel}]"
         return (flat if len(shape) == 1 else f"{flat}.view({shape})"), shape
 
+    def _apart(self, value: str, target: str) -> str:
+        """A value in memory of its own: what eager writes while it reads it from the same memory is anything."""
+        is_apart = self._names(value).isdisjoint(self._names(target)) or _is_number(value)
+        return value if is_apart else f"{value}.clone()"
+
+    def _names(self, text: str) -> set[str]:
+        """The tensors in an expression; those that are views of others by the names of these."""
+        return {self.aliased.get(name, name) for name in re.findall(r"[a-z]\w*", text) if name in self.shapes}
+
     def _any_value(self) -> str:
         text, shape, _ = self._place()
         value = self._value(shape)
@@ -302,16 +312,16 @@ class _Writer:
                 one, two = self.random.choice(same)
                 return [f"{one}.copy_({two})" if self._chance(0.7) else f"{one}.data.copy_({two}.detach())"]
         text, shape, _ = self._place()
-        return [f"{text}.copy_({self._value(shape)})"]
+        return [f"{text}.copy_({self._apart(self._value(shape), text)})"]
 
     def _assign(self) -> list[str]:
         text, shape, _ = self._place()
         text = text if text.endswith("]") else f"{text}[...]"
-        return [f"{text} = {self._value(shape)}"]
+        return [f"{text} = {self._apart(self._value(shape), text)}"]
 
     def _update(self) -> list[str]:
         text, shape, dtype = self._place()
-        value = self._value(shape)
+        value = self._apart(self._value(shape), text)
         kinds = ["add_", "add_", "sub_", "neg_", "zero_", "fill_", "clamp_", "double", "add alpha", "masked_fill_"]
         kinds += ["lerp_", "half", "in place with numbers"] if dtype.startswith("float") else []
         kind = self.random.choice(kinds)
@@ -328,31 +338,34 @@ class _Writer:
         if kind == "in place with numbers":
             return [f"{text}.mul_(-1).add_({value})"]
         if kind == "masked_fill_":
-            return [f"{text}.masked_fill_({self._value(shape, plain=True)} > 1, {self.random.randint(-2, 2)})"]
+            mask = self._value(shape, plain=True)
+            mask = text if _is_number(mask) else mask
+            return [f"{text}.masked_fill_({mask} > 1, {self.random.randint(-2, 2)})"]
         if kind == "lerp_":
             other, _ = self._fitting(shape)
-            return [f"{text}.lerp_({other}.to({text}.dtype).expand({shape}), 0.5)"]
+            return [f"{text}.lerp_({self._apart(f'{other}.to({text}.dtype).expand({shape})', text)}, 0.5)"]
         if not dtype.startswith("float"):
             value = f"{value}.to({text}.dtype)" if not _is_number(value) else "1"
         return [f"{text}.add_({value}, alpha=2)" if kind == "add alpha" else f"{text}.{kind}({value})"]
 
     def _swap(self) -> list[str]:
         one, shape, dtype = self._place(self.random.choice(self.state))
-        found = (self._fitting(shape)[0] for _ in range(4))
-        two = next((each for each in found if each != one), self.arguments[0])
+        found = (self._fitting(shape) for _ in range(6))
+        two = next((text for text, its_shape in found if text != one and its_shape == shape), None)
+        if two is None:
+            return self._copy()
         kept = self._new_local(shape, dtype)
-        lines = [f"{kept} = {one}.clone()", f"{one}.copy_({two})", f"{two}.copy_({kept})"]
         if self._chance(0.3):  # with the other one kept
-            self.shapes[kept], self.dtypes[kept] = shape, dtype
-            lines = [f"{kept} = {two}.clone().expand({shape})", f"{two}.copy_({one})", f"{one}.copy_({kept})"]
-        return lines
+            first, second = f"{two}.copy_({self._apart(one, two)})", f"{one}.copy_({kept})"
+            return [f"{kept} = {two}.expand({shape}).clone()", first, second]
+        return [f"{kept} = {one}.clone()", f"{one}.copy_({self._apart(two, one)})", f"{two}.copy_({kept})"]
 
     def _rotate(self) -> list[str]:
         names = [name for name in self.state if self.shapes[name] == self.shapes[self.state[0]]]
         self.random.shuffle(names)
         if self._chance(0.5):
             lines = [f"{one}.copy_({two})" for one, two in pairwise(names)]
-            return [*lines, f"{names[-1]}.copy_({self._value(self.shapes[names[-1]])})"]
+            return [*lines, f"{names[-1]}.copy_({self._apart(self._value(self.shapes[names[-1]]), names[-1])})"]
         kept = self._new_local(self.shapes[names[0]], self.dtypes[names[0]])
         lines = [f"{one}.copy_({two})" for one, two in pairwise(names)]
         return [f"{kept} = {names[0]}.clone()", *lines, f"{names[-1]}.copy_({kept})"]
@@ -366,11 +379,11 @@ class _Writer:
         row = self.shapes[name][1:]
         form = self.random.choice(["slice", "roll", "backwards", "cat", "flip"])
         if form == "slice":
-            return [f"{name}[1:] = {name}[:-1].clone()", f"{name}[0] = {self._value(row)}"]
+            return [f"{name}[1:] = {name}[:-1].clone()", f"{name}[0] = {self._apart(self._value(row), name)}"]
         if form == "backwards":
-            return [f"{name}[:-1].copy_({name}[1:].clone())", f"{name}[-1] = {self._value(row)}"]
+            return [f"{name}[:-1].copy_({name}[1:].clone())", f"{name}[-1] = {self._apart(self._value(row), name)}"]
         if form == "roll":
-            return [f"{name}.copy_({name}.roll(-1, 0))", f"{name}[-1].copy_({self._value(row)})"]
+            return [f"{name}.copy_({name}.roll(-1, 0))", f"{name}[-1].copy_({self._apart(self._value(row), name)})"]
         if form == "flip":
             return [f"{name}.add_({name}.flip(0))"]
         return [f"{name}.copy_(torch.cat([{name}[1:], {name}[:1]]))"]
@@ -384,7 +397,7 @@ class _Writer:
         index = f"torch.tensor({places}, device={text}.device)"
         value = self._value((rows, *shape[1:]))
         value = f"torch.as_tensor({value}, device={text}.device)" if _is_number(value) else value
-        value = f"{value}.to({text}.dtype)"
+        value = self._apart(f"{value}.to({text}.dtype)", text)
         whole = f"{value}.expand({(rows, *shape[1:])})"
         kind = self.random.choice(
             ["index_put_", "accumulate", "index_copy_", "index_add_", "index_fill_", "setitem", "mask", "scatter_"]
@@ -415,13 +428,15 @@ class _Writer:
         text, shape, dtype = self._place(self.random.choice(self.state))
         name = self._new_local(shape, dtype)
         edit, found = self._view(name, shape)
-        value = self._value(found)
+        value = self._apart(self._value(found), edit)
         edit = edit if edit.endswith("]") else f"{edit}[...]"
         return [f"{name} = {text}.clone()", f"{edit} = {value}"]
 
     def _alias(self) -> list[str]:
         text, shape, dtype = self._place(self.random.choice(self.state))
-        return [f"{self._new_local(shape, dtype)} = {text}"]
+        name = self._new_local(shape, dtype)
+        self.aliased[name] = self._names(text).pop()
+        return [f"{name} = {text}"]
 
     def _foreach(self) -> list[str]:
         floats = [name for name in self.state if self.dtypes[name] == "float32"]
@@ -429,16 +444,14 @@ class _Writer:
         if len(floats) < 2:
             return self._copy()
         self.random.shuffle(floats)
-        values = [f"{self._fitting(self.shapes[name])[0]}.to(torch.float32)" for name in floats]
+        shape = self.shapes[floats[0]]
+        values = [f"{self._fitting(shape)[0]}.to(torch.float32).expand({shape})" for _ in floats]
         if self._chance(0.5):
             values = floats[1:] + floats[:1]
-        left, right = ", ".join(floats), ", ".join(values)
+        # In eager mode an item may find another one changed by then, or half of it.
+        left, right = ", ".join(floats), ", ".join(f"{value}.clone()" for value in values)
         kind = self.random.choice(["add_", "copy_", "mul_", "sub_"])
-        if kind == "mul_":
-            return [f"torch._foreach_mul_([{left}], -1.0)"]
-        if kind == "copy_":
-            right = ", ".join(f"{value}.expand({self.shapes[floats[0]]}).clone()" for value in values)
-        return [f"torch._foreach_{kind}([{left}], [{right}])"]
+        return [f"torch._foreach_{kind}([{left}], {'-1.0' if kind == 'mul_' else f'[{right}]'})"]
 
 
 def _is_number(text: str) -> bool:
