@@ -70,6 +70,12 @@ def is_ours(filename: str) -> bool:
 
 
 @functools.cache
+def is_part_of_project(filename: str) -> bool:
+    """Whether code in ``filename`` is this library's own."""
+    return Path(filename).resolve().is_relative_to(_MILLSTREAM)
+
+
+@functools.cache
 def is_part_of_models(filename: str) -> bool:
     """Whether code in ``filename`` is that part of PyTorch of which users' models and optimizers are made."""
     return str(Path(filename).resolve()).startswith(_MODELS)

@@ -101,10 +101,14 @@ class _Definition(ctypes.Structure):
     )
 
 
-_FASTCALL = 0x80  # METH_FASTCALL of Python's headers
+_FASTCALL, _KEYWORDS = 0x80, 0x2  # METH_FASTCALL and METH_KEYWORDS of Python's headers
 _definitions: list[_Definition] = []  # Python refers to them for as long as there are the builtins
 _new_builtin = ctypes.pythonapi.PyCFunction_NewEx
 _new_builtin.restype, _new_builtin.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
+_new_bound = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
+    ("PyCFunction_NewEx", ctypes.pythonapi)
+)
+_new_method = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(("PyInstanceMethod_New", ctypes.pythonapi))
 
 
 def as_builtin(library: ctypes.PyDLL, name: str) -> Callable[..., Any]:
@@ -116,6 +120,13 @@ def as_builtin(library: ctypes.PyDLL, name: str) -> Callable[..., Any]:
     _definitions.append(_Definition(name.encode(), function, _FASTCALL, None))
     builtin: Callable[..., Any] = _new_builtin(ctypes.addressof(_definitions[-1]), None, None)
     return builtin
+
+
+def as_method(library: ctypes.PyDLL, name: str, bound: object) -> Any:
+    """The same, to be an attribute of a class; it takes names, too, and has ``bound`` for its first argument in C."""
+    function = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    _definitions.append(_Definition(name.encode(), function, _FASTCALL | _KEYWORDS, None))
+    return _new_method(_new_bound(ctypes.addressof(_definitions[-1]), bound, None))
 
 
 def torch_options() -> tuple[str, ...]:

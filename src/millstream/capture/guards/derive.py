@@ -227,6 +227,8 @@ def _add_optimizer(
         guards.expect_same(Location(vars(optimizer), key, f"{name}.{key}"), vars(optimizer)[key])
     guards.copy(f"{name}.param_groups", optimizer.param_groups)
     guards.pin(optimizer)
+    for key in ("step", "zero_grad"):  # a function may take the method's place
+        guards.expect(Location(vars(optimizer), key, f"{name}.{key}"), vars(optimizer).get(key, MISSING))
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         guards.copy(f"{name}.hooks", hooks)
     if has_stepped or "state" in names:

@@ -321,7 +321,10 @@ class _Search:
         else:
             value = holder[key] if isinstance(holder, list) else holder.get(key, MISSING)
         is_library = isinstance(value, type) and not is_users(_file_of(value))
-        if not is_library and not isinstance(value, _NEVER_REPLACED):
+        is_fixed = isinstance(value, _NEVER_REPLACED) and not (
+            isinstance(value, types.ModuleType) and is_users_module(value)
+        )
+        if not is_library and not is_fixed:
             self.found.links[Location(holder, key, name)] = value
         self.visit(name, value)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from millstream.capture.guards import native
+from millstream.capture.guards import native, shadow
 from millstream.capture.guards.derive import expect_of_arguments, make_guards
 from millstream.capture.guards.recheck import listing_of
 from millstream.capture.state.code import stores_of
@@ -219,6 +219,7 @@ class StepState:
         ]
         traced.gm.meta[STATE_NAMES] = tuple(names)
         guards = make_guards(request, traced, before, grad_buffers)
+        shadow.report(request, traced, guards)
         if any(tensor.device.type in native.DEVICES for tensor in guards.watched):
             guards.quicken(parameters)
         return StepGraph(

@@ -11,6 +11,8 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from millstream.capture.effects.program import Effects, Output
+from millstream.capture.record.recorder import Recorder
+from millstream.capture.record.shadow import Difference
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
 from millstream.capture.state.location import Location
@@ -106,6 +108,8 @@ class Traced:
     optimizers: list[Optimizer]  # those that stepped
     writes_arguments: bool  # whether the graph writes to an argument
     sizes: TracedSizes | None = None  # those of arguments, if some were to be symbols
+    record: Recorder | None = None  # of what was read and written, in shadow mode
+    differences: list[Difference] = field(default_factory=list)  # likewise, from what was found changed
 
 
 # --- instead of that --------------------------------------------------------------------------------------------------

@@ -49,8 +49,10 @@ from millstream._torch.tracing import (
 )
 from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import COUNTING
-from millstream.capture.effects.recorder import Recorder, text_changed
+from millstream.capture.effects.recorder import Recorder as EffectsRecorder
+from millstream.capture.effects.recorder import text_changed
 from millstream.capture.effects.values import Nth
+from millstream.capture.guards.shadow import compare_writes
 from millstream.capture.lines import (
     caller_of,
     here,
@@ -61,6 +63,8 @@ from millstream.capture.lines import (
     stops_in_debugger,
     told,
 )
+from millstream.capture.record.recorder import Recorder
+from millstream.capture.record.shadow import Difference, make_recorder, recorded, until_operators
 from millstream.capture.state.code import attributes_of, compares_types
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import discover
@@ -183,12 +187,15 @@ class _Tracer:
     exchanges: list[Any] = field(default_factory=list)
     sizes: TracedSizes | None = None
     kind: type[FakeTensor] = FakeTensor
+    record: Recorder | None = None  # of what is read and written, in shadow mode
+    differences: list[Difference] = field(default_factory=list)  # likewise, to what was found changed
 
     def __post_init__(self) -> None:
         self.questions.texts.style = self.request.style
         own = {id(container) for _, container in self.request.found.containers}
-        self.recorder = Recorder(self.questions, own, self._note_writes)
+        self.recorder = EffectsRecorder(self.questions, own, self._note_writes)
         request = self.request
+        self.record = make_recorder(request.function, request.arguments)
         if request.dimensions:
             device = device_of([*(entry.tensor for entry in request.state), *request.arguments])
             self.sizes = TracedSizes(
@@ -289,8 +296,10 @@ class _Tracer:
                 self._take_from_others if others_may_write() else None,
                 self._on_computed,
             )
-            with loads, watch:  # in this order: to the watch, a tracer that the step sets is a debugger
+            # In this order: to the watch, a tracer that the step sets is a debugger.
+            with loads, watch, recorded(self.record):
                 result = self.request.function(*args, **kwargs)
+            self.differences = compare_writes(self.record, self.snapshot.changes)
             if not watch.is_whole:
                 raise watch.failure or _switches_profiler()
             self.changes.note_unread(loads.met)
@@ -304,6 +313,7 @@ class _Tracer:
                 functions,
                 functions.from_numpy_refused(),
                 backward_watched(functions.around_backward),
+                until_operators(self.record, FunctionWatch, OperatorWatch),
                 averages_take_first(self.recorder),
                 checkpoints_reuse_randoms(randoms),
                 scripts_as_python(),
@@ -694,6 +704,8 @@ class _Tracer:
             optimizers=self.stepped,
             writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in leaving.replaced),
             sizes=self.sizes,
+            record=self.record,
+            differences=self.differences,
         )
 
 

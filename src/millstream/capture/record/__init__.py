@@ -1,0 +1,1 @@
+"""What Python code of a step reads and writes, instruction by instruction, while it is traced."""

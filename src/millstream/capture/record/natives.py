@@ -1,0 +1,225 @@
+"""What functions in C read and write of what they are given: nobody sees that from the outside.
+
+One that is not known counts as reading all that it is given, to a depth of three; so does the object that it is a
+method of.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+import operator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+from millstream.capture.record.reads import (
+    CONTAINERS,
+    Found,
+    Kind,
+    find_attribute,
+    find_contents,
+    find_in_class,
+    find_item,
+    find_length,
+    is_a,
+    own_dict,
+)
+
+DEPTH = 3
+"""To which functions that are not known are taken to read."""
+
+NATIVE = (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+    MethodWrapperType,
+    ClassMethodDescriptorType,
+)
+
+_NOTHING = frozenset(
+    {id, callable, type, iter, next, print, globals, locals, super, object, property, staticmethod, classmethod}
+    | {
+        object.__new__,
+        object.__init__,
+        type.__new__,
+        input,
+        open,
+        range,
+        slice,
+    }
+)
+_OF_TYPE = frozenset({isinstance, issubclass})
+_BY_NAME = frozenset({getattr, hasattr, object.__getattribute__, type.__getattribute__})
+_STORE = frozenset({setattr, object.__setattr__, type.__setattr__})
+_REMOVE = frozenset({delattr, object.__delattr__, type.__delattr__})
+_SHALLOW = frozenset(
+    {list, tuple, set, frozenset, dict, enumerate, zip, map, filter, reversed, any, all, sum, min, max, sorted}
+    | {deque, OrderedDict, defaultdict, math.fsum, math.prod, functools.reduce}
+)
+
+SPECIAL: dict[Any, tuple[str, ...]] = {
+    bool: ("__bool__", "__len__"),
+    str: ("__str__", "__repr__"),
+    repr: ("__repr__",),
+    format: ("__format__", "__str__", "__repr__"),
+    int: ("__int__", "__index__"),
+    float: ("__float__", "__index__"),
+    complex: ("__complex__", "__float__"),
+    abs: ("__abs__",),
+    round: ("__round__",),
+    hash: ("__hash__",),
+    iter: ("__iter__", "__getitem__"),
+    next: ("__next__",),
+    reversed: ("__reversed__", "__len__", "__getitem__"),
+    dir: ("__dir__",),
+    **dict.fromkeys((list, tuple, set, frozenset, enumerate, sorted, sum, min, max, any, all, dict), ("__iter__",)),
+}
+"""Methods of what they are given that they call, and look up in its class."""
+
+
+def special_of(function: Any) -> tuple[str, ...]:
+    """The same for any function in C."""
+    return SPECIAL.get(_plain(function), ())
+
+
+ITEM, STORE_ITEM, LENGTH, NOTHING, FILL, WHOLE = "item", "store_item", "length", "nothing", "fill", "whole"
+_METHODS = {
+    **dict.fromkeys("get __getitem__ __contains__".split(), ITEM),
+    **dict.fromkeys("__setitem__ __delitem__ setdefault pop".split(), STORE_ITEM),
+    "__len__": LENGTH,
+    **dict.fromkeys("keys values items __iter__ __init__ __new__".split(), NOTHING),
+    **dict.fromkeys(
+        """
+        append appendleft extend extendleft insert remove popleft popitem clear sort reverse rotate update add discard
+        difference_update intersection_update symmetric_difference_update move_to_end __ior__ __iadd__
+        """.split(),
+        FILL,
+    ),
+}
+"""Methods of containers in C, by what they do to their container; any other reads all of it."""
+
+
+def find_reads(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
+    """What a function in C reads of its arguments.
+
+    Args:
+        function: It.
+        arguments: By position and by name; of a method that is not bound, the object comes first.
+    """
+    if (owner := owner_of(function)) is not None:
+        arguments = (owner, *arguments)
+    plain = _plain(function)
+    if plain in _NOTHING or not arguments or getattr(function, "__module__", "") == "_abc":
+        return
+    first = arguments[0]
+    if plain in _OF_TYPE:
+        yield first, Kind.TYPE, None, type(first), first
+    elif plain in _BY_NAME and len(arguments) > 1 and is_a(arguments[1], str):
+        yield from find_attribute(first, arguments[1])
+    elif plain in _STORE or plain in _REMOVE:
+        return
+    elif plain is vars or plain is dir:
+        if (held := own_dict(first)) is not None:
+            yield from find_contents(held)
+    elif plain is len:
+        yield from find_length(first)
+    elif plain is operator.getitem:
+        yield from find_item(first, arguments[1])
+    elif is_a(first, CONTAINERS) and (owner is not None or _is_method(function)):
+        yield from _find_of_method(_METHODS.get(function.__name__, WHOLE), first, arguments[1:])
+    else:
+        depth = 1 if plain in _SHALLOW else DEPTH
+        for argument in arguments:
+            yield from find_contents(argument, depth)
+
+
+def _find_of_method(kind: str, container: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
+    if kind in (ITEM, STORE_ITEM) and arguments and is_a(container, dict | list):
+        yield from find_item(container, arguments[0])
+    elif kind == LENGTH:
+        yield from find_length(container)
+    elif kind in (WHOLE, ITEM, STORE_ITEM):
+        yield from find_contents(container)
+    if kind in (FILL, WHOLE):
+        for argument in arguments:
+            yield from find_contents(argument)
+
+
+def find_writes(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
+    """What a function in C writes, with what is there before."""
+    if (owner := owner_of(function)) is not None:
+        arguments = (owner, *arguments)
+    plain = _plain(function)
+    if plain in _STORE or plain in _REMOVE:
+        yield from find_stored(arguments[0], arguments[1])
+    elif arguments and is_a(arguments[0], CONTAINERS) and (owner is not None or _is_method(function)):
+        kind = _METHODS.get(function.__name__)
+        if kind == STORE_ITEM and len(arguments) > 1:
+            yield from find_item(arguments[0], arguments[1])
+        elif kind in (FILL, STORE_ITEM):
+            yield from find_contents(arguments[0])
+    elif plain in (operator.setitem, operator.delitem):
+        yield from find_item(arguments[0], arguments[1])
+
+
+def find_stored(owner: Any, name: str) -> Iterator[Found]:
+    """Where an attribute is put if no method of the user's does it, and what is there before."""
+    found = [*find_attribute(owner, name)]
+    places = (Kind.CLASS,) if is_a(owner, type) else (Kind.ITEM, Kind.SLOT)
+    yield from (each for each in found if each[1] in places and each[4] is owner)
+
+
+def owner_of(function: Any) -> Any:
+    """The object whose method a bound function in C is; a module's functions have none."""
+    owner = getattr(function, "__self__", None) if is_a(function, BuiltinFunctionType | MethodWrapperType) else None
+    return None if owner is None or type(owner) is type(builtins) else owner
+
+
+def _is_method(function: Any) -> bool:
+    return is_a(function, MethodDescriptorType | WrapperDescriptorType)
+
+
+def _plain(function: Any) -> Any:
+    """The same function whether it is bound or not, as far as the table knows it; ``None`` for what has no hash."""
+    if is_a(function, MethodWrapperType):
+        return getattr(function.__objclass__, function.__name__, None)
+    try:
+        hash(function)
+    except TypeError:
+        return None
+    return function
+
+
+def find_of_callable(function: Any) -> Iterator[Found]:
+    """What calling an object in C reads of itself: a partial's parts, the names that a getter has."""
+    if is_a(function, functools.partial):
+        yield from find_contents(function.keywords)
+    elif not is_a(function, type):
+        yield from find_in_class(type(function), "__call__")[0]
+
+
+def find_got(getter: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
+    """What an ``attrgetter``, ``itemgetter`` or ``methodcaller`` reads."""
+    if not arguments:
+        return
+    _, keys = getter.__reduce__()[:2]
+    if is_a(getter, operator.itemgetter):
+        for key in keys:
+            yield from find_item(arguments[0], key)
+        return
+    for path in keys[:1] if is_a(getter, operator.methodcaller) else keys:
+        holder = arguments[0]
+        for name in path.split("."):
+            found = [*find_attribute(holder, name)]
+            yield from found
+            values = [each[3] for each in found if each[1] in (Kind.ITEM, Kind.SLOT, Kind.CLASS)]
+            holder = values[-1] if values else None

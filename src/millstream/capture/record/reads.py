@@ -1,0 +1,238 @@
+"""Records of what was read and written, and how Python finds an attribute, without running any code of the user's."""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import CodeType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType, ModuleType, SimpleNamespace
+from typing import Any
+
+MISSING: Any = object()
+"""Stands for what was not there."""
+
+
+class Kind(Enum):
+    """What was read of a holder, or written."""
+
+    ITEM = "an item"  # of a dict or list, by its key; attributes are items of their object's dict
+    SLOT = "a slot"  # of an object, by its name
+    CLASS = "an attribute of a class"  # as it stands there, by its name
+    CELL = "a variable of a closure"
+    LENGTH = "the length"
+    CONTENTS = "all that it holds"  # keys and items, in their order
+    TYPE = "the class of an object"
+    CODE = "code and defaults of a function"
+    TENSOR = "an attribute of a tensor"  # by its name; the value is not kept
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """Something that was read.
+
+    Attributes:
+        holder: The dict, list, cell, object, class or function.
+        kind: What of it.
+        key: Which item.
+        value: What was there, or ``MISSING``.
+        owner: The object whose dict the holder is, or the holder.
+        code: What has read it.
+        unit: Where in the code, in units of two bytes.
+    """
+
+    holder: Any
+    kind: Kind
+    key: Any
+    value: Any
+    owner: Any
+    code: CodeType
+    unit: int
+
+    @property
+    def line(self) -> int:
+        """The line of the code's file."""
+        positions = enumerate(self.code.co_positions())
+        return next((line for unit, (line, *_) in positions if unit == self.unit and line), self.code.co_firstlineno)
+
+    def __str__(self) -> str:
+        key = "" if self.key is None else f" {self.key!r}" if is_a(self.key, str | int) else " by an object"
+        kind = self.owner.__name__ if is_a(self.owner, type | ModuleType) else type(self.owner).__qualname__
+        where = f"{self.code.co_filename}:{self.line}, in {self.code.co_qualname}"
+        return f"{self.kind.value}{key} of {kind} ({where})"
+
+    def now(self) -> Any:
+        """What is there now."""
+        holder, kind, key = self.holder, self.kind, self.key
+        if kind is Kind.CELL:
+            return content_of_cell(holder)
+        if kind is Kind.CONTENTS:
+            return next((found[3] for found in find_contents(holder)), self.value)
+        if kind is Kind.CLASS:
+            return _space_of(holder).get(key, MISSING)
+        if kind is Kind.SLOT:
+            return read_slot(find_in_class(type(holder), key)[1], holder)
+        if is_a(holder, dict):
+            return dict.get(holder, key, MISSING)
+        return list.__getitem__(holder, key) if is_a(holder, list) and key < list.__len__(holder) else MISSING
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write(Read):
+    """Something that was written: ``value`` is what was there before."""
+
+
+def content_of_cell(cell: Any) -> Any:
+    """What a variable of a closure holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+Found = tuple[Any, Kind, Any, Any, Any]
+"""Holder, kind, key, value and owner of what is read."""
+
+CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType, OrderedDict)
+VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+PLAIN_ATTRIBUTES = (SimpleNamespace,)
+"""Classes in C whose objects' attributes methods in C read."""
+
+
+def is_a(value: Any, kinds: Any) -> bool:
+    """``isinstance`` that does not ask the value, which might answer by code of the user's."""
+    return issubclass(type(value), kinds)
+
+
+_mro_of: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+_space_of: Callable[[type], Mapping[str, Any]] = type.__dict__["__dict__"].__get__
+
+
+def own_dict(value: Any) -> dict[str, Any] | None:
+    """The dict with an object's attributes."""
+    if is_a(value, type):
+        return None
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return held if is_a(held, dict) else None
+
+
+def find_in_class(kind: type, name: str) -> tuple[list[Found], Any]:
+    """Look a name up in a class and its bases: what is read on the way, and what is found."""
+    found: list[Found] = []
+    for base in _mro_of(kind):
+        value = _space_of(base).get(name, MISSING)
+        found.append((base, Kind.CLASS, name, value, base))
+        if value is not MISSING:
+            return found, value
+    return found, MISSING
+
+
+def find_attribute(value: Any, name: str) -> Iterator[Found]:
+    """What Python reads to find an attribute of an object, a class or a module."""
+    kind = type(value)
+    yield value, Kind.TYPE, None, kind, value
+    if issubclass(kind, ModuleType):
+        space = own_dict(value) or {}
+        yield space, Kind.ITEM, name, space.get(name, MISSING), value
+        return
+    of_class, raw = find_in_class(kind, name)
+    is_data = raw is not MISSING and hasattr(type(raw), "__set__")
+    yield from of_class
+    if is_a(value, type):
+        yield from find_in_class(value, name)[0]
+    elif type(raw) is MemberDescriptorType and name != "__dict__":
+        yield value, Kind.SLOT, name, read_slot(raw, value), value
+    elif not is_data and (held := own_dict(value)) is not None:
+        yield held, Kind.ITEM, name, dict.get(held, name, MISSING), value
+
+
+def read_slot(slot: MemberDescriptorType | GetSetDescriptorType, value: Any) -> Any:
+    """What an object has in a slot."""
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return MISSING
+
+
+def find_item(value: Any, key: Any) -> Iterator[Found]:
+    """What Python reads to find an item of a container."""
+    kind = type(value)
+    value = behind(value)
+    if is_a(value, dict):
+        plain = is_a(key, str | int | float | bytes | type(None) | type)
+        try:
+            yield value, Kind.ITEM, key, dict.get(value, key, MISSING) if plain or _is_hashed(key) else MISSING, value
+        except Exception:  # noqa: BLE001  code of the user's for keys: it has run, and is recorded by itself
+            yield value, Kind.CONTENTS, None, (), value
+    elif is_a(value, list) and type(key) is int:
+        size = list.__len__(value)
+        inside = -size <= key < size
+        yield value, Kind.ITEM, key + size * (key < 0), list.__getitem__(value, key) if inside else MISSING, value
+        if key < 0 or not inside:
+            yield value, Kind.LENGTH, None, size, value
+    elif is_a(value, CONTAINERS) and not is_a(value, tuple):
+        yield from find_contents(value)
+    elif not is_a(value, tuple):
+        yield from find_in_class(kind, "__getitem__")[0]
+
+
+def _is_hashed(key: Any) -> bool:
+    return type(key).__hash__ is object.__hash__ or type(key).__module__.startswith("torch")
+
+
+def behind(view: Any) -> Any:
+    """The dict that a view shows; what is no view is given back."""
+    if not is_a(view, (*VIEWS, MappingProxyType)):
+        return view
+    return next((each for each in gc.get_referents(view) if is_a(each, dict)), view)
+
+
+def find_length(value: Any) -> Iterator[Found]:
+    """What ``len`` reads, and what asks whether something is empty."""
+    value = behind(value)
+    if is_a(value, CONTAINERS):
+        if not is_a(value, tuple | frozenset):
+            yield value, Kind.LENGTH, None, len_of(value), value
+    else:
+        yield from find_in_class(type(value), "__len__")[0]
+
+
+def len_of(value: Any) -> int:
+    """The length of a container, past a method of the user's."""
+    plain = next(each for each in CONTAINERS if is_a(value, each))
+    return plain.__len__(value)  # type: ignore[arg-type]
+
+
+def find_contents(value: Any, depth: int = 1) -> Iterator[Found]:
+    """What is read of something that is gone through, to some depth of what it holds."""
+    seen: set[int] = set()
+    pending = [(value, depth, value)]
+    while pending:
+        each, left, owner = pending.pop()
+        each = behind(each)
+        if left == 0 or id(each) in seen:
+            continue
+        seen.add(id(each))
+        parts: tuple[Any, ...] = ()
+        if is_a(each, dict):
+            parts = (*dict.keys(each), *dict.values(each))
+            yield each, Kind.CONTENTS, None, parts, owner if is_a(owner, PLAIN_ATTRIBUTES) else each
+        elif is_a(each, list | set | deque):
+            parts = tuple(_plainly(each))
+            yield each, Kind.CONTENTS, None, parts, each
+        elif is_a(each, bytearray):
+            yield each, Kind.CONTENTS, None, bytes(each), each
+        elif is_a(each, tuple | frozenset):
+            parts = tuple(_plainly(each))
+        elif is_a(each, PLAIN_ATTRIBUTES) and (held := own_dict(each)) is not None:
+            pending.append((held, left, each))
+        pending += ((part, left - 1, part) for part in parts)
+
+
+def _plainly(value: Any) -> Iterator[Any]:
+    plain = next(each for each in CONTAINERS if is_a(value, each))
+    return plain.__iter__(value)  # type: ignore[arg-type]

@@ -1,0 +1,326 @@
+// Says what an instruction of Python is about to read or write: see recorder.py.
+//
+// In Python 3.11 it is a tracer of the thread's, as debuggers are, and passes on to one that was there. From 3.12 on it
+// is called by sys.monitoring, for those code objects alone that the thread has run meanwhile. In both, entries of the
+// stack are read where the interpreter keeps them; how many there are is known from the code (opcodes.py).
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#ifndef Py_BUILD_CORE
+#define Py_BUILD_CORE
+#endif
+extern "C" {
+#include <internal/pycore_frame.h>
+}
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace {
+
+struct Unit {
+  uint16_t depth, num_operands, flags, slot;
+};
+constexpr uint16_t ATOMIC = 1, SLOT = 2, IS_SITE = 0x80;
+
+struct Plan {
+  PyObject* units;  // bytes, or nullptr for code of no interest
+  Py_ssize_t num_units;
+};
+
+struct Recording {
+  PyThreadState* thread;
+  PyObject* plan;     // asked for the plan of some code, once
+  PyObject* handler;  // told of a site, once for each set of operands
+  PyObject* tensor;   // a class whose objects are not kept alive, and so told of each time
+  PyObject* null;     // stands for entries of the stack that hold nothing
+  std::unordered_map<PyObject*, Plan> plans;
+  std::unordered_set<std::string> met;
+  std::vector<PyObject*> kept;  // no other object takes the place of one in ``met``
+  PyObject* failure = nullptr;  // what the handler has raised: then nothing more is recorded
+  int num_pauses = 0;
+  bool is_replaced = false;  // another tracer has taken the place of this one
+  bool checks_depth = true;
+  Py_tracefunc outer = nullptr;  // of Python 3.11
+  PyObject* outer_object = nullptr;
+};
+
+Recording* recording = nullptr;  // at most one in the process: who begins it holds a lock
+
+bool is_atom(PyObject* value) {
+  PyTypeObject* type = Py_TYPE(value);
+  return value == Py_None || type == &PyLong_Type || type == &PyFloat_Type || type == &PyUnicode_Type ||
+         type == &PyBool_Type || type == &PyBytes_Type || type == &PyComplex_Type || value == Py_Ellipsis;
+}
+
+void fail(Recording* self) {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  if (self->failure == nullptr) {
+    self->failure = value;
+  } else {
+    Py_XDECREF(value);
+  }
+}
+
+// The plan of some code; asks for it when the code is new.
+const Plan* plan_of(Recording* self, PyObject* code) {
+  auto found = self->plans.find(code);
+  if (found != self->plans.end()) return &found->second;
+  PyObject* made = PyObject_CallOneArg(self->plan, code);
+  if (made == nullptr) {
+    fail(self);
+    return nullptr;
+  }
+  Plan plan{nullptr, 0};
+  if (PyBytes_Check(made)) {
+    plan = {made, PyBytes_GET_SIZE(made) / static_cast<Py_ssize_t>(sizeof(Unit))};
+  } else {
+    Py_DECREF(made);
+  }
+  Py_INCREF(code);
+  return &self->plans.emplace(code, plan).first->second;
+}
+
+void append(std::string& key, uint64_t tag, uint64_t value) {
+  key.append(reinterpret_cast<const char*>(&tag), 1);
+  key.append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+// Adds what tells an operand from others; false for one that nothing tells from those to come.
+bool append_operand(Recording* self, std::string& key, PyObject* operand) {
+  if (PyLong_CheckExact(operand)) {
+    int overflow;
+    long long number = PyLong_AsLongLongAndOverflow(operand, &overflow);
+    if (overflow) return false;
+    append(key, 1, static_cast<uint64_t>(number));
+  } else if (PyFloat_CheckExact(operand)) {
+    double number = PyFloat_AS_DOUBLE(operand);
+    uint64_t bits;
+    std::memcpy(&bits, &number, sizeof(bits));
+    append(key, 2, bits);
+  } else {
+    if (PyObject_TypeCheck(operand, reinterpret_cast<PyTypeObject*>(self->tensor))) return false;
+    append(key, 0, reinterpret_cast<uint64_t>(operand));
+  }
+  return true;
+}
+
+void see(Recording* self, PyObject* code, Py_ssize_t index, PyFrameObject* frame) {
+  auto found = self->plans.find(code);
+  if (found == self->plans.end() || found->second.units == nullptr || index >= found->second.num_units) return;
+  const Unit& unit = reinterpret_cast<const Unit*>(PyBytes_AS_STRING(found->second.units))[index];
+  if (!(unit.flags & IS_SITE)) return;
+  _PyInterpreterFrame* inner = frame->f_frame;
+  int num_variables = reinterpret_cast<PyCodeObject*>(code)->co_nlocalsplus;
+#if PY_VERSION_HEX < 0x030C0000
+  if (self->checks_depth && inner->stacktop != num_variables + unit.depth) {
+    PyErr_Format(PyExc_RuntimeError, "%U, unit %zd: %d entries on the stack, not %d",
+                 reinterpret_cast<PyCodeObject*>(code)->co_qualname, index, inner->stacktop - num_variables,
+                 static_cast<int>(unit.depth));
+    fail(self);
+    return;
+  }
+#endif
+  PyObject** top = inner->localsplus + num_variables + unit.depth;
+  bool is_atomic = (unit.flags & ATOMIC) != 0;
+  bool is_told_apart = true;
+  std::string key;
+  key.reserve(9 * (unit.num_operands + 3));
+  append(key, 3, reinterpret_cast<uint64_t>(code));
+  append(key, 3, static_cast<uint64_t>(index));
+  int num_operands = unit.num_operands + ((unit.flags & SLOT) ? 1 : 0);
+  auto operand_at = [&](int position) {
+    PyObject* value = position < unit.num_operands ? top[position - unit.num_operands] : inner->localsplus[unit.slot];
+    return value == nullptr ? self->null : value;
+  };
+  for (int position = 0; position < num_operands; position++) {
+    PyObject* operand = operand_at(position);
+    is_atomic = is_atomic && is_atom(operand);
+    is_told_apart = is_told_apart && append_operand(self, key, operand);
+  }
+  if (is_atomic) return;
+  if (num_operands == 0) {  // of variables, which are told by the namespace that they are in
+    append(key, 0, reinterpret_cast<uint64_t>(inner->f_globals));
+    append(key, 0, reinterpret_cast<uint64_t>(inner->f_locals));
+  }
+  if (is_told_apart && self->met.count(key)) return;
+  PyObject* operands = PyTuple_New(num_operands);
+  PyObject* number = PyLong_FromSsize_t(index);
+  if (operands == nullptr || number == nullptr) {
+    fail(self);
+    return;
+  }
+  for (int position = 0; position < num_operands; position++) {
+    PyTuple_SET_ITEM(operands, position, Py_NewRef(operand_at(position)));
+  }
+  if (is_told_apart) {
+    self->met.insert(std::move(key));
+    self->kept.push_back(Py_NewRef(operands));
+  }
+  PyObject* arguments[] = {code, number, reinterpret_cast<PyObject*>(frame), operands};
+  PyObject* result = PyObject_Vectorcall(self->handler, arguments, 4, nullptr);
+  if (result == nullptr) fail(self);
+  Py_XDECREF(result);
+  Py_DECREF(operands);
+  Py_DECREF(number);
+}
+
+#if PY_VERSION_HEX < 0x030C0000
+
+int trace(PyObject* object, PyFrameObject* frame, int what, PyObject* argument) {
+  Recording* self = recording;
+  if (self == nullptr) return 0;
+  bool is_own = PyThreadState_Get() == self->thread && self->num_pauses == 0 && self->failure == nullptr;
+  if (what == PyTrace_OPCODE) {
+    if (is_own) {
+      PyObject* code = reinterpret_cast<PyObject*>(frame->f_frame->f_code);
+      see(self, code, _PyInterpreterFrame_LASTI(frame->f_frame), frame);
+    }
+    return 0;
+  }
+  if (self->outer != nullptr && self->outer(self->outer_object, frame, what, argument) != 0) return -1;
+  if (what == PyTrace_CALL && is_own) {
+    const Plan* plan = plan_of(self, reinterpret_cast<PyObject*>(frame->f_frame->f_code));
+    if (plan != nullptr && plan->units != nullptr) frame->f_trace_opcodes = 1;
+    if (self->outer == nullptr) frame->f_trace_lines = 0;
+  } else if (what == PyTrace_RETURN) {  // also of generators, that go on another time
+    frame->f_trace_opcodes = 0;
+    frame->f_trace_lines = 1;
+  }
+  return 0;
+}
+
+void install(Recording* self) { PyEval_SetTrace(trace, self->outer_object); }
+
+void uninstall(Recording* self) {
+  if (self->thread->c_tracefunc == trace) {
+    PyEval_SetTrace(self->outer, self->outer_object);
+  } else {
+    self->is_replaced = true;
+  }
+}
+
+#else
+
+void install(Recording*) {}
+void uninstall(Recording*) {}
+
+#endif
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// plan, handler, tensor class, stand-in for nothing
+EXPORT PyObject* millstream_record_begin(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  if (recording != nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "Something is being recorded already.");
+    return nullptr;
+  }
+  Recording* self = new Recording();
+  self->thread = PyThreadState_Get();
+  self->plan = Py_NewRef(arguments[0]);
+  self->handler = Py_NewRef(arguments[1]);
+  self->tensor = Py_NewRef(arguments[2]);
+  self->null = Py_NewRef(arguments[3]);
+#if PY_VERSION_HEX < 0x030C0000
+  self->outer = self->thread->c_tracefunc;
+  self->outer_object = self->thread->c_traceobj;
+  Py_XINCREF(self->outer_object);
+#endif
+  recording = self;
+  install(self);
+  Py_RETURN_NONE;
+}
+
+// Gives what went wrong, or None; and whether another tracer has taken this one's place.
+EXPORT PyObject* millstream_record_end(PyObject*, PyObject* const*, Py_ssize_t) {
+  Recording* self = recording;
+  if (self == nullptr) return Py_BuildValue("OO", Py_None, Py_False);
+  uninstall(self);
+  recording = nullptr;
+  for (auto& [code, plan] : self->plans) {
+    Py_DECREF(code);
+    Py_XDECREF(plan.units);
+  }
+  for (PyObject* each : self->kept) Py_DECREF(each);
+  Py_DECREF(self->plan);
+  Py_DECREF(self->handler);
+  Py_DECREF(self->tensor);
+  Py_DECREF(self->null);
+  Py_XDECREF(self->outer_object);
+  PyObject* result = Py_BuildValue("OO", self->failure == nullptr ? Py_None : self->failure,
+                                   self->is_replaced ? Py_True : Py_False);
+  Py_XDECREF(self->failure);
+  delete self;
+  return result;
+}
+
+// Nothing is recorded until ``resume``; calls may be nested. Other threads' go unnoticed.
+EXPORT PyObject* millstream_record_pause(PyObject*, PyObject* const*, Py_ssize_t) {
+  Recording* self = recording;
+  if (self != nullptr && PyThreadState_Get() == self->thread && self->num_pauses++ == 0) uninstall(self);
+  Py_RETURN_NONE;
+}
+
+EXPORT PyObject* millstream_record_resume(PyObject*, PyObject* const*, Py_ssize_t) {
+  Recording* self = recording;
+  if (self == nullptr || PyThreadState_Get() != self->thread || self->num_pauses == 0) Py_RETURN_NONE;
+  if (--self->num_pauses == 0 && !self->is_replaced) install(self);
+  Py_RETURN_NONE;
+}
+
+// A function that runs unseen: ``self`` is a tuple of it and of what is asked, with the second argument, whether it is
+// to be seen nevertheless. As a builtin it adds no frame of Python's.
+EXPORT PyObject* millstream_record_unseen(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+  PyObject* function = PyTuple_GET_ITEM(self, 0);
+  PyObject* done = millstream_record_pause(nullptr, nullptr, 0);
+  Py_XDECREF(done);
+  bool is_paused = true;
+  if (count > 1) {
+    PyObject* is_seen = PyObject_CallOneArg(PyTuple_GET_ITEM(self, 1), arguments[1]);
+    if (is_seen == nullptr) PyErr_Clear();
+    if (is_seen == Py_True) {
+      is_paused = false;
+      Py_XDECREF(millstream_record_resume(nullptr, nullptr, 0));
+    }
+    Py_XDECREF(is_seen);
+  }
+  PyObject* result = PyObject_Vectorcall(function, arguments, static_cast<size_t>(count), names);
+  if (is_paused) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    Py_XDECREF(millstream_record_resume(nullptr, nullptr, 0));
+    PyErr_Restore(type, value, traceback);
+  }
+  return result;
+}
+
+// code, offset: what sys.monitoring says when code begins or goes on, from Python 3.12 on
+EXPORT PyObject* millstream_record_begins(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  Recording* self = recording;
+  if (self != nullptr && PyThreadState_Get() == self->thread && self->num_pauses == 0 && self->failure == nullptr) {
+    plan_of(self, arguments[0]);
+  }
+  Py_RETURN_NONE;
+}
+
+// code, offset: before an instruction
+EXPORT PyObject* millstream_record_instruction(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  Recording* self = recording;
+  if (self != nullptr && PyThreadState_Get() == self->thread && self->num_pauses == 0 && self->failure == nullptr) {
+    PyFrameObject* frame = PyEval_GetFrame();
+    Py_ssize_t offset = PyLong_AsSsize_t(arguments[1]);
+    if (frame != nullptr && offset >= 0) see(self, arguments[0], offset / 2, frame);
+  }
+  Py_RETURN_NONE;
+}

@@ -1,0 +1,389 @@
+"""Exactly what a step reads and writes of Python's objects while it runs once.
+
+**Contract**
+- Of each entry of a dict or list, cell, slot, class, function and container the first read is recorded, with what was
+  there, unless the step itself has written it before; and the first write, with what was there before.
+- No code of the user's is run for it, but for methods of keys of dicts that compare them.
+- What was not seen is named: ``failure`` says why.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import gc
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, WrapperDescriptorType
+from typing import Any
+
+from torch import Tensor
+
+from millstream.capture.record.natives import (
+    NATIVE,
+    SPECIAL,
+    find_got,
+    find_of_callable,
+    find_reads,
+    find_stored,
+    find_writes,
+    special_of,
+)
+from millstream.capture.record.opcodes import Site
+from millstream.capture.record.reads import (
+    MISSING,
+    Found,
+    Kind,
+    Read,
+    Write,
+    content_of_cell,
+    find_attribute,
+    find_contents,
+    find_in_class,
+    find_item,
+    find_length,
+    is_a,
+    own_dict,
+)
+from millstream.capture.record.session import NULL, Session
+
+_GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+_CALLABLE_FIRST = sys.version_info >= (3, 13)
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), CodeType)
+
+
+class Recorder:
+    """Keeps what is read and written in the tracing thread, above PyTorch's operators.
+
+    Args:
+        is_followed: Whether code in a file counts.
+        roots: The function that will run, and its arguments: there before.
+    """
+
+    def __init__(self, is_followed: Callable[[str], bool], roots: Iterable[Any] = ()) -> None:
+        self._session = Session(self._see, lambda code: is_followed(code.co_filename))
+        self._new: set[int] = set()  # by id, objects that the step has made, and that the collector knows
+        self._before: set[int] = set()  # by id, others that were there before
+        self._roots = [*roots]
+        self._reads: dict[tuple[Any, ...], Read] = {}
+        self._writes: dict[tuple[Any, ...], Write] = {}
+        self._touched: set[tuple[Any, ...]] = set()  # what is no longer as it was, as an item of it was written
+        self._filled: dict[int, Any] = {}  # by id, containers that the step has written
+        self._origins: dict[int, Read] = {}  # by id, what led to an object first
+        self._frame: FrameType
+        self._argument: Any = None
+        self._at: tuple[CodeType, int] = (self.__init__.__code__, 0)  # type: ignore[misc]
+
+    @property
+    def reads(self) -> list[Read]:
+        """What was read of objects that were there before, in order."""
+        return [each for each in self._reads.values() if self._was_before(each)]
+
+    @property
+    def writes(self) -> list[Write]:
+        """What was written, likewise."""
+        return [each for each in self._writes.values() if self._was_before(each)]
+
+    @property
+    def codes(self) -> Iterable[CodeType]:
+        """Code that has run."""
+        return self._session.codes
+
+    @property
+    def failure(self) -> str:
+        """Why not all was recorded; empty if it was."""
+        return self._session.failure
+
+    def origin_of(self, value: Any) -> Read | None:
+        """What led the step to an object first; ``None`` for what it was given, or has from C."""
+        return self._origins.get(id(value))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """What this thread runs within the context is recorded."""
+        objects = gc.get_objects()  # held for as long as it takes, or others could have their ids
+        try:
+            with self._session:
+                yield
+        finally:
+            self._new = {*map(id, gc.get_objects())} - {*map(id, objects)}
+            del objects
+            for each in self._roots:
+                self._add_before(each)
+            for read in self._reads.values():
+                if self._was_before(read):
+                    self._add_before(read.value)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Nothing is recorded: below an operator."""
+        return self._session.paused()
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    def _see(self, site: Site, code: CodeType, unit: int, frame: FrameType, operands: tuple[Any, ...]) -> None:
+        self._at, self._frame, self._argument = (code, unit), frame, site.argument
+        try:
+            getattr(self, f"_{site.action}")(*operands)
+        finally:
+            self._frame = None  # type: ignore[assignment]  which would keep what is in it
+
+    def _was_before(self, record: Read) -> bool:
+        owner = record.holder if is_a(record.owner, str) else record.owner
+        if gc.is_tracked(owner):
+            return id(owner) not in self._new
+        return id(owner) in self._before  # of what the collector does not know, as dicts with plain values
+
+    def _add_before(self, value: Any) -> None:
+        """What was found in what was there before was there, too."""
+        self._before.add(id(value))
+        if is_a(value, tuple):
+            for each in tuple.__iter__(value):
+                if id(each) not in self._before:
+                    self._add_before(each)
+        elif is_a(value, FunctionType):
+            parts = (value.__globals__, value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
+            self._before.update(map(id, (*parts, *(value.__closure__ or ()))))
+
+    def _read(self, found: Iterable[Found]) -> None:
+        for holder, kind, key, value, owner in found:
+            if is_a(holder, _PLAIN):
+                continue
+            place = _place(holder, kind, key)
+            is_written = place in self._writes or place in self._touched or id(holder) in self._filled
+            if place not in self._reads and not is_written:
+                self._reads[place] = read = Read(holder, kind, key, value, owner, *self._at)
+                for each in value if kind is Kind.CONTENTS else (holder, value):
+                    self._origins.setdefault(id(each), read)
+
+    def _write(self, found: Iterable[Found]) -> None:
+        for holder, kind, key, value, owner in found:
+            self._writes.setdefault(_place(holder, kind, key), Write(holder, kind, key, value, owner, *self._at))
+            if kind is Kind.CONTENTS:
+                self._filled[id(holder)] = holder
+            elif is_a(holder, dict | list) and own_dict(owner) is not holder:  # it has others, in another order
+                self._touched.add(_place(holder, Kind.CONTENTS, None))
+
+    # --- variables ----------------------------------------------------------------------------------------------------
+
+    def _global_variable(self) -> None:
+        self._read(_find_global(self._frame, self._argument))
+
+    def _name(self) -> None:
+        if self._argument not in self._frame.f_locals or self._frame.f_locals is self._frame.f_globals:
+            self._read(_find_global(self._frame, self._argument))
+
+    def _cell(self, cell: CellType) -> None:
+        self._read([(cell, Kind.CELL, None, content_of_cell(cell), self._argument)])
+
+    def _store_global(self, *_: Any) -> None:
+        space = self._frame.f_globals
+        self._write([(space, Kind.ITEM, self._argument, space.get(self._argument, MISSING), space)])
+
+    def _store_name(self, *_: Any) -> None:
+        if self._frame.f_locals is self._frame.f_globals:
+            self._store_global()
+
+    def _store_cell(self, *operands: Any) -> None:
+        self._write([(operands[-1], Kind.CELL, None, content_of_cell(operands[-1]), self._argument)])
+
+    def _import_(self, *_: Any) -> None:
+        self._read([(sys.modules, Kind.ITEM, self._argument, sys.modules.get(self._argument, MISSING), sys)])
+
+    # --- attributes and items -----------------------------------------------------------------------------------------
+
+    def _attribute(self, holder: Any) -> None:
+        self._read(self._find(holder, self._argument))
+
+    def _find(self, holder: Any, name: str) -> Iterable[Found]:
+        if is_a(holder, Tensor):
+            held = own_dict(holder) or {}
+            kind, _ = find_in_class(type(holder), name)
+            is_own = [] if kind[-1][3] is not MISSING else [(held, Kind.ITEM, name, held.get(name, MISSING), holder)]
+            return [(holder, Kind.TENSOR, name, None, holder), *is_own]
+        return find_attribute(holder, name)
+
+    def _super_attribute(self, _function: Any, _kind: Any, holder: Any) -> None:
+        self._read(find_in_class(holder if is_a(holder, type) else type(holder), self._argument)[0])
+
+    def _item(self, holder: Any, key: Any) -> None:
+        self._read(find_contents(holder) if is_a(key, slice) else find_item(holder, key))
+
+    def _slice(self, holder: Any, *_: Any) -> None:
+        self._read(find_contents(holder))
+
+    def _contains(self, key: Any, holder: Any) -> None:
+        self._read(find_item(holder, key) if is_a(holder, dict) else find_contents(holder))
+        self._special(holder, "__contains__", "__iter__")
+
+    def _match_keys(self, holder: Any, keys: Any) -> None:
+        for key in keys:
+            self._read(find_item(holder, key))
+
+    def _match_class(self, holder: Any, kind: Any, names: Any) -> None:
+        self._read([(holder, Kind.TYPE, None, type(holder), holder)])
+        if is_a(kind, type):
+            found, positions = find_in_class(kind, "__match_args__")
+            self._read(found)
+            for name in (*(positions if is_a(positions, tuple) else ()), *names):
+                self._read(self._find(holder, name))
+
+    def _store_attribute(self, *operands: Any) -> None:
+        owner = operands[-1]
+        setter = find_in_class(type(owner), "__setattr__")[1]
+        self._special(owner, "__setattr__")
+        if is_a(setter, WrapperDescriptorType) and not is_a(owner, Tensor):  # and no method of the user's
+            self._write(find_stored(owner, self._argument))
+        elif is_a(owner, Tensor) and find_in_class(type(owner), self._argument)[1] is MISSING:
+            held = own_dict(owner) or {}
+            self._write([(held, Kind.ITEM, self._argument, held.get(self._argument, MISSING), owner)])
+
+    def _delete_attribute(self, owner: Any) -> None:
+        self._store_attribute(owner)
+
+    def _store_item(self, _value: Any, holder: Any, key: Any) -> None:
+        self._special(holder, "__setitem__", "__delitem__")
+        if is_a(holder, Tensor) or _is_users_method(holder, "__setitem__"):
+            return
+        self._write(find_contents(holder) if is_a(key, slice) else find_item(holder, key))
+
+    def _delete_item(self, holder: Any, key: Any) -> None:
+        self._store_item(None, holder, key)
+
+    def _store_slice(self, _value: Any, holder: Any, *_: Any) -> None:
+        self._write(find_contents(holder))
+
+    # --- whole contents -----------------------------------------------------------------------------------------------
+
+    def _length(self, holder: Any) -> None:
+        self._read(find_length(holder))
+
+    def _truth(self, value: Any) -> None:
+        if not is_a(value, Tensor):
+            self._special(value, "__bool__", "__len__")
+            self._read(find_length(value))
+
+    def _contents(self, value: Any) -> None:
+        self._special(value, "__iter__", "keys")
+        self._read(find_contents(value))
+
+    def _advance(self, iterator: Any, *_: Any) -> None:
+        self._special(iterator, "__next__")
+
+    def _kind(self, value: Any) -> None:
+        self._read([(value, Kind.TYPE, None, type(value), value)])
+
+    def _enter(self, manager: Any) -> None:
+        self._special(manager, "__enter__", "__exit__")
+
+    def _text(self, value: Any, *_: Any) -> None:
+        self._special(value, "__format__", "__str__", "__repr__")
+        self._read(find_contents(value, 3))
+
+    def _operator(self, *operands: Any) -> None:
+        name = self._argument if is_a(self._argument, str) else ""
+        for operand in operands:
+            if not is_a(operand, Tensor):
+                self._special(operand, *(f"__{prefix}{name}__" for prefix in ("", "r", "i") if name))
+                self._read(find_contents(operand, 3))
+
+    def _operator_in_place(self, target: Any, operand: Any) -> None:
+        self._operator(target, operand)
+        if not is_a(target, Tensor | tuple):
+            self._write(find_contents(target))
+
+    def _intrinsic(self, value: Any) -> None:
+        if self._argument in (1, 2, 5):  # prints, imports all, a plus sign
+            self._text(value)
+
+    def _special(self, holder: Any, *names: str) -> None:
+        """Methods that syntax calls are looked up in the class."""
+        kind = type(holder)
+        if kind.__flags__ & _IS_HEAP_TYPE and not issubclass(kind, Tensor):
+            self._read([(holder, Kind.TYPE, None, kind, holder)])
+            for name in names:
+                self._read(find_in_class(kind, name)[0])
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _call(self, first: Any, second: Any, *arguments: Any) -> None:
+        if _CALLABLE_FIRST:
+            self._called(first, arguments if second is NULL else (second, *arguments))
+        elif first is NULL:
+            self._called(second, arguments)
+        else:
+            self._called(first, (second, *arguments))
+
+    def _call_with_names(self, *operands: Any) -> None:
+        self._call(*operands[:-1])
+
+    def _call_spread(self, first: Any, second: Any, given: Any, named: Any = None) -> None:
+        function = first if _CALLABLE_FIRST else second
+        self._read(find_contents(given))
+        self._read(find_contents(named))
+        plain = tuple(given) if type(given) in (tuple, list) else ()
+        self._called(function, (*plain, *(named.values() if type(named) is dict else ())))
+
+    def _called(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        while is_a(function, MethodType):
+            function, arguments = function.__func__, (function.__self__, *arguments)
+        if is_a(function, FunctionType):
+            value = function.__code__, function.__defaults__, _items(function.__kwdefaults__)
+            self._read([(function, Kind.CODE, None, value, function)])
+        elif is_a(function, NATIVE):
+            for argument in arguments[:1]:
+                self._special(argument, *special_of(function))
+            self._read(self._without_tensors(find_reads(function, arguments)))
+            self._write(find_writes(function, arguments))
+        elif is_a(function, _GETTERS):
+            self._read(find_got(function, arguments))
+        elif is_a(function, type):
+            self._made(function, arguments)
+        else:
+            self._read(find_of_callable(function))
+            self._special(function, "__call__")
+            if is_a(find_in_class(type(function), "__call__")[1], WrapperDescriptorType):  # an object in C
+                self._read(self._without_tensors(find_reads(function, arguments)))
+            if is_a(function, functools.partial):
+                self._called(function.func, (*function.args, *arguments, *function.keywords.values()))
+
+    def _made(self, kind: type, arguments: tuple[Any, ...]) -> None:
+        """A class is called."""
+        for argument in arguments[:1]:
+            self._special(argument, *SPECIAL.get(kind, ()))
+        if kind.__flags__ & _IS_HEAP_TYPE:
+            for name in ("__new__", "__init__"):
+                self._read(find_in_class(kind, name)[0])
+            self._special(kind, "__call__")
+        if not kind.__flags__ & _IS_HEAP_TYPE or kind.__module__ in ("functools", "operator", "collections"):
+            self._read(self._without_tensors(find_reads(kind, arguments)))
+
+    def _without_tensors(self, found: Iterable[Found]) -> Iterator[Found]:
+        for each in found:
+            if not is_a(each[0], Tensor):
+                yield each
+
+
+_IS_HEAP_TYPE = 1 << 9  # of a class's flags: made by a class statement, or by a module in C that could be one
+
+
+def _place(holder: Any, kind: Kind, key: Any) -> tuple[Any, ...]:
+    plain = is_a(key, str | int | float | bytes | bool)
+    return id(holder), kind, type(key) if plain else None, key if plain else id(key)
+
+
+def _find_global(frame: FrameType, name: str) -> Iterator[Found]:
+    space = frame.f_globals
+    value = space.get(name, MISSING)
+    yield space, Kind.ITEM, name, value, space
+    if value is MISSING and (held := vars(builtins)) is frame.f_builtins:
+        yield held, Kind.ITEM, name, held.get(name, MISSING), builtins
+
+
+def _items(mapping: dict[str, Any] | None) -> tuple[tuple[str, Any], ...]:
+    return tuple((mapping or {}).items())
+
+
+def _is_users_method(holder: Any, name: str) -> bool:
+    return is_a(find_in_class(type(holder), name)[1], FunctionType)

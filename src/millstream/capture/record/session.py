@@ -1,0 +1,152 @@
+"""Being told, in one thread, what each instruction of Python is about to read or write: see ``recorder.cpp``.
+
+Python 3.11 has it from a tracer, beside which one that is there already (a debugger's, a coverage tool's) goes on; from
+3.12 on it is ``sys.monitoring``. No code, function or frame is changed; what other threads run is no concern of ours.
+Dynamo does not matter to it, nor what is marked to be skipped by it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor
+
+from millstream.capture.record.opcodes import Site, packed, sites_of
+from millstream.device.native import as_builtin, as_method, load, why_not_build
+
+_SOURCE = Path(__file__).with_name("recorder.cpp")
+_TOOLS = (3, 4)
+"""Numbers of ``sys.monitoring`` that Python leaves to anybody."""
+
+NULL: Any = object()
+"""Stands for an entry of the stack that holds nothing."""
+
+Handler = Callable[[Site, CodeType, int, FrameType, tuple[Any, ...]], None]
+
+
+class Session:
+    """Tells a handler of the sites that this thread comes to, for the length of a ``with`` block.
+
+    Args:
+        handler: Called with a site, its code, its place in it, the frame, and the topmost entries of the stack; for one
+            site and the same entries once, but if a tensor is among them.
+        is_followed: Whether code counts.
+
+    Attributes:
+        codes: Code that has run and that counts.
+        failure: Why not all was seen; empty if it was.
+    """
+
+    def __init__(self, handler: Handler, is_followed: Callable[[CodeType], bool]) -> None:
+        self._handler, self._is_followed = handler, is_followed
+        self._tool: int | None = None
+        self.codes: dict[CodeType, dict[int, Site]] = {}
+        self.failure = why_not()
+
+    def __enter__(self) -> Session:
+        library = _library()
+        if self.failure or library is None:
+            return self
+        if sys.version_info >= (3, 12) and not self._take_tool(library):
+            self.failure = "other tools have all numbers of sys.monitoring"
+            return self
+        library["begin"](self._plan, self._see, Tensor, NULL)
+        if self._tool is not None:
+            events = _monitoring().events
+            _monitoring().set_events(self._tool, events.PY_START | events.PY_RESUME)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        library = _library()
+        if self.failure or library is None:
+            return
+        error, is_replaced = library["end"]()
+        if self._tool is not None:
+            _monitoring().set_events(self._tool, 0)
+            for code in self.codes:
+                _monitoring().set_local_events(self._tool, code, 0)
+            _monitoring().free_tool_id(self._tool)
+        if error is not None:
+            self.failure = f"it failed ({type(error).__name__}: {error})"
+        elif is_replaced:
+            self.failure = "the step has set a tracer"
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is seen of what this thread runs in the context."""
+        if self.failure or (library := _library()) is None:
+            yield
+            return
+        library["pause"]()
+        try:
+            yield
+        finally:
+            library["resume"]()
+
+    def _take_tool(self, library: dict[str, Callable[..., Any]]) -> bool:
+        monitoring = _monitoring()
+        self._tool = next((each for each in _TOOLS if monitoring.get_tool(each) is None), None)
+        if self._tool is None:
+            return False
+        monitoring.use_tool_id(self._tool, "millstream")
+        for event in ("PY_START", "PY_RESUME"):
+            monitoring.register_callback(self._tool, getattr(monitoring.events, event), library["begins"])
+        monitoring.register_callback(self._tool, monitoring.events.INSTRUCTION, library["instruction"])
+        return True
+
+    def _plan(self, code: CodeType) -> bytes | None:
+        if not self._is_followed(code):
+            return None
+        sites = self.codes[code] = sites_of(code)
+        if self._tool is not None:
+            _monitoring().set_local_events(self._tool, code, _monitoring().events.INSTRUCTION)
+        return packed(sites, code)
+
+    def _see(self, code: CodeType, unit: int, frame: FrameType, operands: tuple[Any, ...]) -> None:
+        self._handler(self.codes[code][unit], code, unit, frame, operands)
+
+
+def _monitoring() -> Any:
+    return sys.monitoring  # type: ignore[attr-defined]  from Python 3.12 on
+
+
+@functools.cache
+def _compiled() -> ctypes.PyDLL | None:
+    return load(_SOURCE, f"-I{sysconfig.get_paths()['include']}")
+
+
+@functools.cache
+def _library() -> dict[str, Callable[..., Any]] | None:
+    """The compiled functions; ``None`` where they cannot be had."""
+    library = _compiled()
+    if library is None:
+        return None
+    names = ("begin", "end", "pause", "resume", "begins", "instruction")
+    return {name: as_builtin(library, f"millstream_record_{name}") for name in names}
+
+
+def run_unseen(function: Callable[..., Any], is_seen: Callable[[Any], bool]) -> Any:
+    """The same method, of whose run nothing is seen, in no frame of its own.
+
+    Args:
+        function: To be an attribute of a class.
+        is_seen: Called with its second argument, the first after ``self``: whether it is to be seen nevertheless.
+    """
+    library = _compiled()
+    assert library is not None
+    return as_method(library, "millstream_record_unseen", (function, is_seen))
+
+
+def why_not() -> str:
+    """Why nothing can be recorded, in a few words; empty where it can."""
+    if sys.implementation.name != "cpython" or not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]} is not known"
+    return "" if _library() is not None else why_not_build() or "Python's own headers are missing"
