@@ -48,6 +48,7 @@ struct Recording {
   bool checks_depth = true;
   Py_tracefunc outer = nullptr;  // of Python 3.11
   PyObject* outer_object = nullptr;
+  std::unordered_set<PyFrameObject*> asked;  // of whose instructions the outer tracer is told
 };
 
 Recording* recording = nullptr;  // at most one in the process: who begins it holds a lock
@@ -185,16 +186,17 @@ int trace(PyObject* object, PyFrameObject* frame, int what, PyObject* argument) 
       PyObject* code = reinterpret_cast<PyObject*>(frame->f_frame->f_code);
       see(self, code, _PyInterpreterFrame_LASTI(frame->f_frame), frame);
     }
-    return 0;
+    if (!self->asked.count(frame)) return 0;
   }
   if (self->outer != nullptr && self->outer(self->outer_object, frame, what, argument) != 0) return -1;
   if (what == PyTrace_CALL && is_own) {
+    if (frame->f_trace_opcodes) self->asked.insert(frame);  // the outer tracer wants to be told, too
     const Plan* plan = plan_of(self, reinterpret_cast<PyObject*>(frame->f_frame->f_code));
     if (plan != nullptr && plan->units != nullptr) frame->f_trace_opcodes = 1;
     if (self->outer == nullptr) frame->f_trace_lines = 0;
   } else if (what == PyTrace_RETURN) {  // also of generators, that go on another time
-    frame->f_trace_opcodes = 0;
-    frame->f_trace_lines = 1;
+    frame->f_trace_opcodes = self->asked.erase(frame) != 0;
+    if (self->outer == nullptr) frame->f_trace_lines = 1;
   }
   return 0;
 }
