@@ -180,11 +180,11 @@ def _is_of_library(read: Read, record: Recorder) -> bool:
     if key in _STATE or (read.value is MISSING and _is_library(type(owner).__module__)):
         return True
     origin = record.origin_of(holder)
-    if origin is not None and isinstance(origin.owner, nn.Module) and not holder:  # a layer without submodules
+    origin_key = origin.key if origin is not None and isinstance(origin.key, str) else ""
+    if origin is not None and origin_key == "_modules" and not holder:  # a layer without submodules
         return _is_library(type(origin.owner).__module__)
     if isinstance(holder, list | dict | set | deque) and origin is not None and origin.holder is not holder:
-        is_state = isinstance(origin.key, str) and origin.key in _STATE
-        return not is_state and _is_of_library(origin, record)
+        return origin_key not in _STATE and _is_of_library(origin, record)
     return kind is Kind.CELL or (_is_library(type(owner).__module__) and not isinstance(owner, _LOOKED_INTO))
 
 
