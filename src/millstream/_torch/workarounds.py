@@ -60,12 +60,12 @@ class Workaround:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
-    """Have another function in a class or module for the length of the context, for all threads.
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Have another function or table in a class or module for the length of the context, for all threads.
 
     Args:
         owner: The class or module.
-        name: Of the function in it.
+        name: Of the function or table in it.
         new: Takes its place; a ``staticmethod`` where the function is one.
     """
     before = inspect.getattr_static(owner, name)

@@ -110,6 +110,67 @@ def view_a_part():
     assert torch.equal(result, x.as_strided((3, 2), (3, 1), 6) + 1)
 
 
+def write_into_what_shares_memory():
+    index, weights = torch.tensor([0, 2]), torch.tensor([1.0, -1.0])
+
+    def pick(row):
+        return (row.index_select(0, index) * weights).sum()
+
+    def write(x):
+        row = x[0] + 1
+        rows, windows = row.expand(4, 4), x.flatten().square().unfold(0, 4, 2)[:4]
+        return (
+            torch.func.vmap(torch.func.grad(pick))(x),
+            torch.func.vmap(lambda row: torch.zeros(4).index_put((index,), row[:2]))(x),
+            rows.index_add(1, index, x[:, :2]),
+            rows.index_copy(0, index, x[:2]),
+            windows.index_put((index,), x[:2], accumulate=True),
+        )
+
+    x = torch.randn(4, 4)
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        torch.testing.assert_close(ms.compile(write, strict=True, dynamic=dynamic)(x), write(x))
+    step = ms.step(write, strict=True)
+    torch.testing.assert_close([step(x) for _ in range(2)], [write(x)] * 2)
+
+
+def scatter_into_expanded():
+    def scatter(x):
+        rows = (x[0] + 1).expand(4, 4)
+        return rows.slice_scatter(x[:2], 0, 1, 3), rows.select_scatter(x[1], 0, 2), rows.diagonal_scatter(x[1])
+
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(ms.compile(scatter, strict=True)(x), scatter(x))
+
+
+@torch.library.custom_op("millstream_tests::reverse_into", mutates_args=("into",))
+def reverse_into(rows: list[torch.Tensor], into: torch.Tensor) -> None:
+    for row in rows:
+        for i in range(len(row)):
+            into[-1 - i] = row[i]
+
+
+def give_operators_copies():
+    def reverse_parts(x, y, z, twice):
+        part = y * 2
+        reverse_into([x.clone()], x)
+        reverse_into([x[:6].clone()], x[:6])
+        reverse_into([x[2:6].clone(), x[:4] + 0], x[4:])
+        reverse_into([part.clone().view(2, 4)[1]], part[1:])
+        reverse_into([twice], twice)  # which is to see what it writes
+        reverse_into([z.clone(), z[:2]], z)
+        return part, x.sum()
+
+    def run(call, num_calls=1):
+        states = [torch.arange(8.0) + i for i in range(4)]
+        return [[each.clone() for each in (*call(*states), *states)] for _ in range(num_calls)]
+
+    assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+    assert_equal(run(ms.compile(reverse_parts, strict=True)), run(reverse_parts))
+    assert_equal(run(ms.step(reverse_parts, strict=True), 2), run(reverse_parts, 2))
+
+
 def multiply_by_zero():
     def weighted(x):
         return x * 0, 0 * x, x * False, torch.mul(x, 0), x.int() * 0
@@ -171,11 +232,14 @@ SHOWN_BY = {
     "pytorch#185873": lambda: test_ordering.test_gradients_of_upsampling_are_right("compile"),
     "pytorch#187173": unpool_channels_last,
     "pytorch#187580": multiply_by_zero,
+    "pytorch#188084": write_into_what_shares_memory,
     "pytorch#191837": fold_in_tiles,
     "pytorch#195402": read_beside_on_two_threads,
     "pytorch#196681": reduce_in_tiles,
     "pytorch#197039": lambda: test_kept_reads.assert_gradients_are_right(test_kept_reads.RunningScale()),
     "pytorch#197094": train_complex_parameters,
+    "pytorch#198031": give_operators_copies,
+    "expanded-scatter": scatter_into_expanded,
     "foreach-reads": train_parameters_by_each_other,
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
 }
@@ -228,11 +292,14 @@ PROGRAMS = [
     train_complex_parameters,
     train_parameters_by_each_other,
     unpool_channels_last,
+    write_into_what_shares_memory,
+    scatter_into_expanded,
+    give_operators_copies,
 ]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.filterwarnings("ignore:.*complex")
+@pytest.mark.filterwarnings("ignore:.*complex", "ignore:.*check.* is deprecated:FutureWarning")
 def test_with_it_the_program_is_right(program):
     torch._dynamo.reset()
     program()

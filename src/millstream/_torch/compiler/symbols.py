@@ -14,7 +14,13 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    SYMPY_INTERP,
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    statically_known_true,
+)
 from torch.utils._pytree import tree_map_only
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -54,6 +60,24 @@ def simplified(number: Any) -> Any:
 def with_numbers(tree: Any, number_of: Callable[[sympy.Basic], Any]) -> Any:
     """Replace bare expressions, as Inductor leaves them among the arguments of operators."""
     return tree_map_only(sympy.Basic, number_of, tree)
+
+
+def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a strided tensor may lie at one place. Nothing is decided about symbolic sizes."""
+    all_steps = zip(tensor.shape, tensor.stride(), strict=True)
+    steps = [(size, stride) for size, stride in all_steps if not statically_known_true(size == 1)]
+    if not all(number.node.has_hint() for step in steps for number in step if isinstance(number, torch.SymInt)):
+        return True
+    last: Any = 0  # element of the dimensions so far
+    for size, stride in sorted(steps, key=lambda step: _hint(step[1])):
+        if not statically_known_true(stride > last):
+            return True
+        last += (size - 1) * stride
+    return False
+
+
+def _hint(number: Any) -> int:
+    return number.node.hint if isinstance(number, torch.SymInt) else number  # type: ignore[no-any-return]
 
 
 def compile_expressions(symbols: Sequence[sympy.Symbol], expressions: Sequence[sympy.Basic]) -> Callable[..., Any]:

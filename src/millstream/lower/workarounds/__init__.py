@@ -21,13 +21,26 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from millstream._torch.compiler import lookups
 from millstream._torch.devices import device_guard, generators
 from millstream._torch.workarounds import Decompositions, Workaround, without
-from millstream.lower.workarounds.decompositions import pytorch_167313, pytorch_187173, pytorch_197094, pytorch_198119
-from millstream.lower.workarounds.joint_graph import pytorch_183988, pytorch_184232, pytorch_187580, pytorch_197039
+from millstream.lower.workarounds.decompositions import (
+    expanded_scatter,
+    pytorch_167313,
+    pytorch_187173,
+    pytorch_197094,
+    pytorch_198119,
+)
+from millstream.lower.workarounds.joint_graph import (
+    pytorch_183988,
+    pytorch_184232,
+    pytorch_187580,
+    pytorch_197039,
+    pytorch_198031,
+)
 from millstream.lower.workarounds.kernels import (
     foreach_reads,
     pytorch_176591,
     pytorch_180848,
     pytorch_185873,
+    pytorch_188084,
     pytorch_189895,
     pytorch_191837,
     pytorch_193061,
@@ -49,6 +62,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_185873.WORKAROUND,
     pytorch_187173.WORKAROUND,
     pytorch_187580.WORKAROUND,
+    pytorch_188084.WORKAROUND,
     pytorch_189895.WORKAROUND,
     pytorch_191837.WORKAROUND,
     pytorch_193061.WORKAROUND,
@@ -56,7 +70,9 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_196681.WORKAROUND,
     pytorch_197039.WORKAROUND,
     pytorch_197094.WORKAROUND,
+    pytorch_198031.WORKAROUND,
     pytorch_198119.WORKAROUND,
+    expanded_scatter.WORKAROUND,
     foreach_reads.WORKAROUND,
 )
 
