@@ -17,9 +17,22 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.distributions import Distribution
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    set_proxy_slot,
+    track_tensor_tree,
+)
+from torch.utils._python_dispatch import _disable_current_modes
 
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise when a program needs a value, or a shape that depends on values."""
@@ -316,6 +329,38 @@ def graph_being_traced() -> fx.Graph:
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer.graph
+
+
+class NewInputs:
+    """Adds inputs to the graph that ``trace_aten`` is recording into, while it does. Tried on 2.11 and 2.13.
+
+    Args:
+        last: Of the inputs that there are, so many come first.
+    """
+
+    def __init__(self, mode: FakeTensorMode, last: int) -> None:
+        proxies = get_proxy_mode()
+        assert proxies is not None
+        self._mode, self._tracer = mode, proxies.tracer
+        inputs = self._tracer.graph.find_nodes(op="placeholder")
+        self._last: fx.Node | None = inputs[last - 1] if last else None
+        self._num_added = 0
+
+    def add(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make an input without dimensions; it comes after those that came first and those made before."""
+        graph = self._tracer.graph
+        with (
+            graph.inserting_before() if self._last is None else graph.inserting_after(self._last),
+            torch._C.DisableTorchFunction(),
+            torch._C._DisableFuncTorch(),  # type: ignore[attr-defined]
+            _disable_current_modes(),
+        ):
+            tensor = FakeTensor(self._mode, torch.empty((), dtype=dtype, device="meta"), device)
+            proxy = self._tracer.create_proxy("placeholder", f"number_{self._num_added}", (), {})
+            track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
+        self._last = proxy.node
+        self._num_added += 1
+        return tensor
 
 
 def is_higher_order(operator: Any) -> bool:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from millstream.capture.effects.expressions import Nth
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.trace.modes import FunctionWatch
 from millstream.capture.trace.patches.numbers import math_takes_scalars
@@ -15,14 +16,24 @@ from millstream.capture.trace.scalars import GraphScalar, Questions
 VALUE = 0.75
 
 
-@pytest.fixture
-def questions():
-    return Questions()
+LATER = 0.25
+"""The number in a later call."""
+
+
+def scalar(value, later=LATER):
+    """A number, which the graph reads as it is in a later call."""
+    questions = Questions(lambda number, dtype: torch.tensor(number.of([later]), dtype=dtype))
+    return GraphScalar(value, Nth(0), questions, torch.device("cpu"))
 
 
 @pytest.fixture
-def number(questions):
-    return GraphScalar(VALUE, torch.tensor(VALUE, dtype=torch.float64), lambda numbers: numbers[0], questions)
+def number():
+    return scalar(VALUE)
+
+
+@pytest.fixture
+def questions(number):
+    return number.questions
 
 
 @pytest.mark.parametrize(
@@ -39,20 +50,20 @@ def number(questions):
         lambda h: h % 0.5,
     ],
 )
-def test_arithmetic_is_done_for_the_value_and_for_the_tensor(formula, number, questions):
+def test_arithmetic_is_done_for_the_value_and_for_later_ones(formula, number, questions):
     result = formula(number)
     assert isinstance(result, GraphScalar)
-    assert result.value == pytest.approx(formula(VALUE))
-    assert result.tensor.item() == pytest.approx(formula(VALUE))
-    assert result.of([0.5]) == pytest.approx(formula(0.5))
-    assert questions.asked == []
+    assert result.value == formula(VALUE)
+    assert result.in_graph().item() == formula(LATER)
+    assert result.of([0.5]) == formula(0.5)
+    assert questions.allow([0.5])
 
 
 def test_a_tensor_of_numbers_is_made_where_the_graph_has_them(number, questions):
     with FunctionWatch(pytest.fail, set(), Recorder(questions)):
         made = torch.tensor([number, 0.1], dtype=torch.float64)
-        assert questions.asked == []
-        assert made.tolist() == [VALUE, 0.1]
+        assert questions.allow([0.5])
+        assert made.tolist() == [LATER, 0.1]
         assert torch.tensor([number, 0.1], device="meta").device.type == "meta"
     assert not questions.allow([0.5])  # it is another tensor then
 
@@ -115,13 +126,12 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_read_the_tensor(name, number, questions):
     function = FUNCTIONS[name]
-    expected = function(0.25, *lists())
-    number.tensor.fill_(0.25)  # what the graph will read in a later call
+    expected = function(LATER, *lists())
     watch = FunctionWatch(pytest.fail, set(), Recorder(questions))
     with watch:
         result = function(number, *lists())
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
-    assert questions.asked == []
+    assert questions.allow([0.5])
 
 
 def test_a_function_that_takes_numbers_only_binds_the_graph_to_the_value(number, questions):
@@ -138,25 +148,42 @@ def test_like_a_python_number_it_keeps_the_dtype(dtype, number, questions):
         assert (torch.ones(2, dtype=torch.int64) * number).dtype == torch.float32
 
 
-def test_whole_numbers_stay_whole(questions):
-    number = GraphScalar(3, torch.tensor(3.0, dtype=torch.float64), lambda numbers: numbers[0], questions)
+def test_whole_numbers_stay_whole():
+    number = scalar(3, later=2**60 + 1)
+    questions = number.questions
     with FunctionWatch(pytest.fail, set(), Recorder(questions)):
-        assert (torch.tensor([2]) * number).dtype is torch.int64
+        assert (torch.tensor([2]) + number).tolist() == [2**60 + 3]
         assert (torch.tensor([2.0]) * number).dtype is torch.float32
         assert torch.full((2,), number).dtype is torch.int64
+        assert (torch.tensor([2]) * (number % 7)).item() == 2 * ((2**60 + 1) % 7)
+    assert questions.allow([2**60 + 1])
+    assert not questions.allow([2.5])
+    assert not questions.allow([2**63])
     assert list(range(number)) == [0, 1, 2]
+    assert not questions.allow([4])
     assert type((number + 1).of([6])) is int
-    assert questions.asked  # by range and full
 
 
-def test_functions_of_math_are_part_of_the_graph(number, questions):
+def test_what_fails_for_other_numbers_is_another_graph(number, questions):
+    assert (1 / number).in_graph().item() == 1 / LATER
+    assert questions.allow([2.0])
+    assert not questions.allow([0.0])
+    with pytest.raises(ZeroDivisionError):
+        number / 0
+    assert not questions.allow([2.0])  # the program may have expected the error
+
+
+def test_functions_of_math_are_computed_by_the_host(number, questions):
     with math_takes_scalars():
-        root, power = math.sqrt(1 - number), math.pow(number, 2)
+        found = math.sqrt(1 - number), math.pow(number, 2), math.log(number, 2), math.floor(3 * number)
+        parts = divmod(number, 1)
         assert math.sqrt(4) == 2
-    assert (root.value, power.value) == (0.5, VALUE**2)
-    assert root.tensor.item() == 0.5
-    assert root.of([0.36]) == 0.8
-    assert questions.asked == []
+        assert math.isfinite(number)
+    assert [each.value for each in (*found, *parts)] == [0.5, VALUE**2, math.log(VALUE, 2), 2, 0, VALUE]
+    assert found[0].in_graph().item() == math.sqrt(1 - LATER)
+    assert found[0].of([0.36]) == 0.8
+    assert questions.allow([0.5])
+    assert not questions.allow([math.inf])
 
 
 def test_what_is_computed_again_is_the_same(number):
@@ -164,6 +191,7 @@ def test_what_is_computed_again_is_the_same(number):
     assert (number + number) is (number + number)
     assert (number - 1) is not (1 - number)
     assert (number * 2) is not (number * 2.5)
+    assert (number * 0.0) is not (number * -0.0)
 
 
 def test_what_is_asked_again_is_asked_once(number, questions):
@@ -171,4 +199,4 @@ def test_what_is_asked_again_is_asked_once(number, questions):
         assert number > 0.5
         assert not number > 1
         assert float(number) == VALUE
-    assert len(questions.asked) == 3
+    assert len(questions.steps) == 3

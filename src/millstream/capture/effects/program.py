@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from millstream.capture.effects.values import Expression, Leaf, Values
+from millstream.capture.effects.expressions import Expression
+from millstream.capture.effects.values import Leaf, Values
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import Structure, tree_unflatten
 from millstream.locks import ForkSafeLock, released

@@ -11,12 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from millstream.capture.effects.expressions import Expression
 from millstream.capture.effects.program import Call, Effect, Effects, Output, all_needs
-from millstream.capture.effects.values import Expression, Item, Leaf, Returned, TextChanged, Whole, holds_token
+from millstream.capture.effects.values import Item, Leaf, Returned, TextChanged, Whole, holds_token
 from millstream.capture.lines import here
 from millstream.capture.state import signature
 from millstream.capture.state.signature import Reference, Structure, Value, tree_flatten, walk
-from millstream.capture.trace.scalars import HostScalar, Questions, as_scalar, is_known_later, is_scalar
+from millstream.capture.trace.scalars import (
+    INT64,
+    USUAL,
+    Bounds,
+    HostScalar,
+    Questions,
+    as_scalar,
+    fits_int64,
+    is_known_later,
+    is_scalar,
+)
 from millstream.errors import CaptureError
 
 TEXT_REMEDY = (
@@ -94,12 +105,21 @@ class Recorder:
             leaf = Item()
             self.kept[leaf], self.lines[leaf] = kept, here()
             is_whole = not (kept.is_floating_point() or kept.is_complex())
-            number = kept.to(torch.float64)
-        origin = "a tensor's value, read with .item()"
-        scalar = HostScalar(number, leaf, self.questions, frozenset((leaf,)), is_whole=is_whole, origin=origin)
-        if is_whole:  # which a float64 rounds
-            scalar.casts[torch.int64] = kept.to(torch.int64)
-        return scalar
+            number = kept.to(torch.int64 if is_whole else torch.float64)
+        return HostScalar(
+            leaf,
+            self.questions,
+            kept.device,
+            frozenset((leaf,)),
+            is_whole=is_whole,
+            origin="a tensor's value, read with .item()",
+            build=lambda: number,
+            bounds=_bounds_in(kept.dtype) if is_whole else (INT64, INT64),
+        )
+
+    def check(self, number: HostScalar) -> None:
+        """Let the host compute a whole number after each replay, that the graph computes with, and look at it."""
+        self.call(_check_whole, number)
 
     def text(self, tensor: Tensor, make: Callable[[Tensor], str]) -> str:
         """Text made from a tensor, as it is at this point."""
@@ -108,7 +128,8 @@ class Recorder:
 
     def returned(self, call: int, part: int, is_whole: bool, origin: str) -> HostScalar:
         """A number that a call noted here will return, in a list."""
-        return HostScalar(None, Returned(call, part), self.questions, frozenset(), is_whole=is_whole, origin=origin)
+        host = torch.device("cpu")
+        return HostScalar(Returned(call, part), self.questions, host, frozenset(), is_whole=is_whole, origin=origin)
 
     def host_output(self, value: Any) -> Output:
         """How a scalar, or text with tokens, is had after a replay."""
@@ -157,6 +178,27 @@ class Recorder:
         with torch.no_grad():
             self.kept[leaf], self.lines[leaf] = tensor.detach().clone(), here()
         return leaf
+
+
+FEWEST_LEFT = 2**48
+"""So far from the ends of 64 bits is what tensors of that dtype are taken to hold: they count."""
+
+
+def _bounds_in(dtype: torch.dtype) -> Bounds:
+    """Between which numbers a whole one is in a tensor."""
+    if dtype is torch.bool:
+        return ((0, 1),) * 2
+    info = torch.iinfo(dtype)
+    if info.bits < 64:
+        return ((info.min, info.max),) * 2
+    return (INT64[0] + FEWEST_LEFT, INT64[1] - FEWEST_LEFT), USUAL
+
+
+def _check_whole(number: Any) -> None:
+    if not fits_int64(number):
+        raise OverflowError(
+            f"A captured step computed with {number}, which takes more than 64 bits: what it has written is wrong."
+        )
 
 
 def text_changed(where: str) -> CaptureError:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
 
-Expression: TypeAlias = Callable[[Any], Any]
-"""Gives a value from ``Values``; from a plain list of numbers where it reads nothing else."""
+from millstream.capture.effects.expressions import Expression
 
 
 class Values:
@@ -63,26 +62,6 @@ class Values:
         if self._items is None:
             self._items = [value for stack in self._stacks for value in self.tensors[stack].tolist()]
         return self._items[index]
-
-
-@dataclass(frozen=True, slots=True)
-class Nth:
-    """A number that the graph reads."""
-
-    index: int
-
-    def __call__(self, numbers: Any) -> Any:
-        return numbers[self.index]
-
-
-@dataclass(frozen=True, slots=True)
-class Always:
-    """The same in every call."""
-
-    value: Any
-
-    def __call__(self, _: Any) -> Any:
-        return self.value
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from millstream._torch.distributed.collectives import EXCHANGE, exchange_of
+from millstream.capture.effects.expressions import text_of
 from millstream.capture.effects.program import Output
 from millstream.capture.lines import last_place
 from millstream.capture.state.signature import SCALARS, Container, Reference, Structure, Value
@@ -79,10 +80,11 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _names_of_inputs(request: Request, traced: Traced) -> dict[fx.Node, str]:
     """What each input is: its number changes as soon as there is more that the graph does not use."""
+    labels = [number.label for number in request.numbers]
     known = [
         *(request.state[index].name for index in traced.state),
         *(f"{request.gradients[index].name}.grad" for index in traced.gradients),
-        *(request.numbers[index].label for index in traced.numbers),
+        *(text_of(traced.questions.inputs[index].of, labels) for index in traced.numbers),
         *(f"argument {index}" for index, _ in traced.arguments),
         *(request.state[index].name for index, _ in traced.replaced),
     ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from millstream.capture.effects.expressions import text_of
 from millstream.capture.guards import native, shadow
 from millstream.capture.guards.derive import expect_of_arguments, make_guards
 from millstream.capture.guards.recheck import listing_of
@@ -24,7 +25,15 @@ from millstream.capture.state.signature import (
     is_open_container,
 )
 from millstream.capture.step.calls import Call
-from millstream.capture.step.graph import STATE_NAMES, Memory, Slot, StepGraph, is_alike, restore_gradients
+from millstream.capture.step.graph import (
+    STATE_NAMES,
+    DeviceScalar,
+    Memory,
+    Slot,
+    StepGraph,
+    is_alike,
+    restore_gradients,
+)
 from millstream.capture.step.request import Gradient, NumberInput, Request, Traced
 from millstream.capture.step.sizes import SizeGuard
 from millstream.capture.trace.patches.optimizers import counts_of, numbers_of
@@ -37,7 +46,6 @@ class StepState:
     """What the graphs of one step share."""
 
     is_checked: bool = False  # whether they are compared with what would be captured later
-    slots: dict[Location, Slot] = field(default_factory=dict)  # tensors for the numbers of optimizers
     cycled: set[Location] = field(default_factory=set)  # hyperparameters that were seen to change: graphs read them
     # keys under which optimizers were seen to count their steps, in their state or as attributes
     counted: set[tuple[Optimizer, str]] = field(default_factory=set)
@@ -100,7 +108,7 @@ class StepState:
         lifted = (NumberInput(location, str(location), device) for location in self.lifted | self.read)
         numbers += (number for number in lifted if is_number(number.location.get()))
         if like is not None:
-            numbers = [number for number in numbers if any(number.location == slot.location for slot in like.slots)]
+            numbers = [number for number in numbers if number.location in like.sources]
         numbers += call.numbers(device)
         return Request(
             function=function,
@@ -181,13 +189,13 @@ class StepState:
         """
         static: list[Tensor] = []
         names: list[str] = []
-        device_scalars: list[Slot] = []
+        device_scalars: list[DeviceScalar] = []
         for index in traced.state:
             entry = request.state[index]
             names.append(entry.name)
             if index in request.host_scalars:
-                device_scalars.append(self._device_scalar(entry, request.host_scalars[index]))
-                static.append(device_scalars[-1].in_graph())
+                device_scalars.append(_device_scalar(entry, request.host_scalars[index]))
+                static.append(device_scalars[-1].slot.tensor)
             else:
                 static.append(entry.tensor.detach())
         written_state = Memory(tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written)
@@ -208,10 +216,11 @@ class StepState:
             names.append(f"{gradient.name}.grad")
             static.append(old if old is not None else self._grad_buffer(gradient))
         grad_buffers = static[len(traced.state) :]
-        slots = [self._slot(number) for number in request.numbers]
+        known = [_name_number(request.found, number) for number in request.numbers]
+        slots = [Slot.like(each.tensor) for each in traced.questions.inputs]
         for index in traced.numbers:
-            names.append(_name_number(request.found, request.numbers[index]))
-            static.append(slots[index].in_graph())
+            names.append(text_of(traced.questions.inputs[index].of, known))
+            static.append(slots[index].tensor)
         parameters = [
             request.state[index].tensor
             for index, is_written in zip(traced.state, traced.written, strict=False)
@@ -236,6 +245,7 @@ class StepState:
             sizes=None if traced.sizes is None else SizeGuard(traced.sizes),
             changing=request.changing,
             listing=listing_of(request, traced) if self.is_checked else [],
+            sources=[number.location for number in request.numbers],
             slots=slots,
             device_scalars=device_scalars,
             numbers=traced.values,
@@ -261,9 +271,7 @@ class StepState:
         )
 
     def forget(self, graphs: Iterable[StepGraph]) -> None:
-        """Keep only the gradients and numbers that ``graphs`` use."""
-        graphs = [*graphs]
-        self.slots = {slot.location: slot for graph in graphs for slot in graph.slots}
+        """Keep only the gradients that ``graphs`` use."""
         used = {id(tensor) for graph in graphs for tensor in graph.guards.watched}
         self.grad_buffers = {key: buffer for key, buffer in self.grad_buffers.items() if key in used}
 
@@ -292,18 +300,10 @@ class StepState:
             known = self.grad_buffers[id(tensor)] = (tensor, torch.zeros_like(tensor, requires_grad=False))
         return known[1]
 
-    def _slot(self, number: NumberInput) -> Slot:
-        location = number.location
-        if number.is_argument:
-            return Slot(location, number.device, location.get())
-        if location not in self.slots:
-            self.slots[location] = Slot(location, number.device, location.get())
-        return self.slots[location]
 
-    def _device_scalar(self, entry: Lifted, device: torch.device) -> Slot:
-        value = entry.tensor.item()
-        location = Location(TensorItem(entry.tensor), "value", entry.name)
-        return Slot(location, device, value, entry.tensor.detach().to(device))
+def _device_scalar(entry: Lifted, device: torch.device) -> DeviceScalar:
+    read = Location(TensorItem(entry.tensor), "value", entry.name).reader()
+    return DeviceScalar(read, Slot(entry.tensor.detach().to(device), entry.tensor.item()))
 
 
 def _counters(found: Found) -> Iterator[Location]:

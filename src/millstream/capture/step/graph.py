@@ -44,32 +44,35 @@ class Build(Protocol):
 
 @dataclass(slots=True)
 class Slot:
-    """A number on the host, as a tensor that graphs read."""
+    """A number on the host, as a tensor without dimensions that a graph reads."""
 
-    location: Location  # where the number is kept
-    device: torch.device  # of the graph
-    value: float  # the number
-    tensor: Tensor | None = None  # it on that device, without dimensions; ``None`` as long as no graph reads it
-    memory: Any = None  # of that tensor as NumPy sees it, on the host: writing to it takes a tenth of the time
-    read: Callable[[], Any] = field(init=False)  # gives the number that is there now
+    tensor: Tensor
+    value: Any = None  # the number
+    memory: Any = field(init=False)  # as NumPy sees it, on the host: writing to it takes a tenth of the time
 
     def __post_init__(self) -> None:
-        self.read = self.location.reader()
+        self.memory = self.tensor.numpy() if self.tensor.is_cpu else None
 
-    def set(self, value: float) -> None:
-        """Let graphs read ``value`` from now on."""
+    @classmethod
+    def like(cls, fake: Tensor) -> Slot:
+        """One of the dtype and on the device of a tensor without values."""
+        return cls(torch.zeros((), dtype=fake.dtype, device=fake.device))
+
+    def set(self, value: Any) -> None:
+        """Let the graph read ``value`` from now on."""
         if self.memory is not None:
             self.memory[()] = value
-        elif self.tensor is not None:
+        else:
             self.tensor.fill_(value)
         self.value = value
 
-    def in_graph(self) -> Tensor:
-        """The tensor that graphs read."""
-        if self.tensor is None:
-            self.tensor = torch.full((), self.value, dtype=torch.float64, device=self.device)
-            self.memory = self.tensor.numpy() if self.tensor.is_cpu else None
-        return self.tensor
+
+@dataclass(slots=True)
+class DeviceScalar:
+    """A number in a tensor on the host that a graph on a device reads."""
+
+    read: Callable[[], Any]  # gives the number that is there now
+    slot: Slot
 
 
 @dataclass(slots=True, eq=False)
@@ -90,11 +93,12 @@ class StepGraph:
     expected: list[tuple[int, Callable[[Any], Any], Any]]
     changing: Container[Location]  # places whose tensors were to be read in that way, if the graph reads any
     listing: list[Line]  # what it does, to compare with, if it is checked
-    slots: list[Slot]  # numbers that each call may change; the tensors of those that it reads are among ``static``
-    device_scalars: list[Slot]  # numbers in tensors on the host that it reads; among ``static``
-    numbers: list[Any]  # their values when last found to be fine
-    hyperparameters: list[tuple[int, str]]  # which of ``slots`` are of optimizers, by name
-    questions: Questions  # what the program asked about them
+    sources: list[Location]  # where the numbers are that each call may change
+    slots: list[Slot]  # what it reads of them; those that it has use for are among ``static``
+    device_scalars: list[DeviceScalar]  # numbers in tensors on the host that it reads; among ``static``
+    numbers: list[Any]  # those at ``sources`` when last found to be fine
+    hyperparameters: list[tuple[int, str]]  # which of ``sources`` are of optimizers, by name
+    questions: Questions  # what the program asked about them, and computes of them for the graph
     left: list[tuple[Tensor, Tensor | None]]  # tensors and the gradient each gets after a run, where that is another
     structure: Structure  # of the result
     outputs: list[Output]  # tensors of the result
@@ -112,12 +116,14 @@ class StepGraph:
     executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)  # what ``build`` made of it
     is_on_host: bool = field(init=False)  # whether kernels run one after another, within the call
     has_calls: bool = field(init=False)  # whether something of the user's may be called after it
+    readers: list[Callable[[], Any]] = field(init=False)  # of ``sources``
 
     def __post_init__(self) -> None:
         self.is_on_host = all(tensor.is_cpu for tensor in self.static)
         self.effects.find_last()
         self.has_calls = bool(self.effects.calls)
-        self.effects.count([slot.location for slot in self.slots], self.questions.allow)
+        self.effects.count(self.sources, self.questions.allow)
+        self.readers = [location.reader() for location in self.sources]
 
     def fits(self, arguments: list[Tensor], given: Sequence[float] = ()) -> bool:
         """Whether the graph may run now. If so, its numbers and gradients are brought into their places.
@@ -135,37 +141,49 @@ class StepGraph:
             return False
         if self.expected and not all(form_of(arguments[index]) == form for index, form_of, form in self.expected):
             return False
-        try:
-            numbers = self._numbers_now(given)
-        except (KeyError, IndexError, ValueError):  # there is none any more
+        if not self._take_numbers(given):
             return False
-        if not all(map(is_, numbers, self.numbers)) and not all(map(is_same, numbers, self.numbers)):
-            if not all(map(is_number, numbers)) or not self.questions.allow(numbers):
-                return False
-            before, self.numbers = self.numbers, numbers
-            for index, _ in self.hyperparameters:
-                if numbers[index] is not before[index]:
-                    self.tell_hyperparameters()
-                    break
         conditions = self.effects.conditions
         if conditions and any(ask() != answer for ask, answer in conditions):
             return False
         if misplaced and not restore_gradients(misplaced):
             return False
-        self.fill_slots()
+        for scalar in self.device_scalars:
+            number = scalar.read()
+            if is_other(number, scalar.slot.value):
+                scalar.slot.set(number)
+        return True
+
+    def _take_numbers(self, given: Sequence[float]) -> bool:
+        """Bring what the graph reads of its numbers up to date; whether it holds for them."""
+        try:
+            numbers = self._numbers_now(given)
+        except (KeyError, IndexError, ValueError):  # there is none any more
+            return False
+        if all(map(is_, numbers, self.numbers)) or all(map(is_same, numbers, self.numbers)):
+            return True
+        derived = self.questions.derive(numbers) if all(map(is_number, numbers)) else None
+        if derived is None:
+            return False
+        before, self.numbers = self.numbers, numbers
+        self._fill(derived)
+        for index, _ in self.hyperparameters:
+            if numbers[index] is not before[index]:
+                self.tell_hyperparameters()
+                break
         return True
 
     def _numbers_now(self, given: Sequence[float]) -> list[Any]:
-        kept = self.slots[: len(self.slots) - len(given)] if given else self.slots
-        return [*(slot.read() for slot in kept), *given]
+        kept = self.readers[: len(self.readers) - len(given)] if given else self.readers
+        return [*(read() for read in kept), *given]
 
     def changed_number(self, given: Sequence[float]) -> str | None:
         """In a sentence, which number keeps the graph from running, if one does."""
-        numbers = [*(slot.location.get() for slot in self.slots[: len(self.slots) - len(given)]), *given]
+        numbers = [*(location.get() for location in self.sources[: len(self.sources) - len(given)]), *given]
         if all(map(is_number, numbers)) and self.questions.allow(numbers):
             return None
-        changed = zip(self.slots, self.numbers, numbers, strict=True)
-        names = (str(slot.location) for slot, before, now in changed if now != before)
+        changed = zip(self.sources, self.numbers, numbers, strict=True)
+        names = (str(location) for location, before, now in changed if now != before)
         return f"It depends on the value of {next(names, 'a hyperparameter')}, which changes."
 
     def tell_hyperparameters(self) -> None:
@@ -175,14 +193,15 @@ class StepGraph:
             tell([f"{name} = {self.numbers[index]!r}" for index, name in self.hyperparameters])
 
     def fill_slots(self) -> None:
-        """Bring the numbers that the graph reads up to date."""
-        for slot, number in zip(self.slots, self.numbers, strict=True):
-            if number is not slot.value and is_other(number, slot.value):
+        """Bring what the graph reads of its numbers up to date."""
+        derived = self.questions.derive(self.numbers)
+        assert derived is not None
+        self._fill(derived)
+
+    def _fill(self, derived: list[Any]) -> None:
+        for slot, number in zip(self.slots, derived, strict=True):
+            if number is not slot.value and (slot.value is None or is_other(number, slot.value)):
                 slot.set(number)
-        for scalar in self.device_scalars:
-            number = scalar.read()
-            if is_other(number, scalar.value):
-                scalar.set(number)
 
     def complete(self, arguments: list[Tensor]) -> list[Tensor]:
         """``arguments`` and what is read as if it were among them."""

@@ -25,11 +25,11 @@ from millstream.errors import CaptureError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberInput:
-    """A number that a graph reads at run time."""
+    """A number that the host reads in each call, and a graph what is computed from it."""
 
     location: Location  # where it is kept; of one among the arguments, where the traced call's is
-    label: str  # how the graph's input is called, such as ``lr[0]``
-    device: torch.device  # of that input
+    label: str  # how the graph's inputs call it, such as ``lr[0]``
+    device: torch.device  # of the graph's inputs that are computed from it
     optimizer: Optimizer | None = None  # that keeps it, if one does
     is_argument: bool = False  # whether each call brings it
 
@@ -86,7 +86,7 @@ class Traced:
     gm: fx.GraphModule  # the graph; its inputs are, in order, those in the four lists of positions that follow
     state: list[int]  # positions in ``Request.state`` of the inputs that are state
     gradients: list[int]  # positions in ``Request.gradients`` whose memory the graph reads or writes
-    numbers: list[int]  # positions in ``Request.numbers`` of the inputs that are numbers
+    numbers: list[int]  # positions in ``Questions.inputs`` of the inputs that are numbers
     # positions in ``Request.arguments`` of the inputs that are arguments, and the device on which the graph wants them
     # if they are on another
     arguments: list[tuple[int, torch.device | None]]

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from millstream._torch.tensors import FakeTensor
+from millstream.capture.effects.expressions import Always
 from millstream.capture.effects.program import Output, Write
 from millstream.capture.effects.recorder import Recorder
-from millstream.capture.effects.values import Always
 from millstream.capture.state.code import attributes_of
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import Ran, name_of, others_may_write

@@ -45,7 +45,8 @@ from millstream.capture.lines import (
     user_frames,
 )
 from millstream.capture.state.executed import unwatched
-from millstream.capture.trace.scalars import GraphScalar, run_with_scalars
+from millstream.capture.trace.scalar_functions import run_with_scalars
+from millstream.capture.trace.scalars import GraphScalar
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
 from millstream.passes.cleanup import IS_DECIDED
 

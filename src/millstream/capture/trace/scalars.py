@@ -1,27 +1,29 @@
 """Python numbers that a captured graph reads at run time, or that the host reads from its results.
 
-While tracing, a ``GraphScalar`` stands where a learning rate, a counted step or a number of the user's stood.
-Arithmetic with it becomes part of the graph; a comparison is answered with the present value and remembered, because
-another answer needs another graph; whoever takes it for a plain ``float`` gets one, which is remembered as well. A
-``HostScalar`` stands for what ``.item()`` gives: nobody knows its value yet, so that only arithmetic and text can be
-made of it.
+While tracing, a ``GraphScalar`` stands where a learning rate, a counted step or a number of the user's stood. What is
+computed of it is written down as an expression, by which the host computes the same before each replay; the graph reads
+what operators take of it. A comparison is answered with the present value and remembered, because another answer needs
+another graph; whoever takes it for a plain ``float`` gets one, which is remembered as well. A ``HostScalar`` stands for
+what ``.item()`` gives: nobody knows its value yet, so that only arithmetic and text can be made of it, and the graph
+computes that arithmetic.
 
 They stand in the very objects that have the numbers, where other threads meet them, too. To everybody but the thread
 that traces, and to that after the trace, they are the plain numbers: nothing is asked, and nothing becomes part of the
 graph.
 
 **Contract**
-- A graph depends on the value of a number only through its tensor and through the questions in ``Questions``.
+- A graph depends on the value of a number only through its inputs and through the questions in ``Questions``.
+- What Python computes of numbers is computed by Python, so that whole numbers are exact whatever their size. The graph
+  itself adds and multiplies numbers in double precision, as Python does, and whole ones in 64 bits.
 - Like a Python number, and unlike a tensor, a scalar never changes the dtype of a floating-point result; nor does a
   whole number that of another whole number.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
+import functools
 import gc
-import math
 import operator
 import threading
 from collections import deque
@@ -32,9 +34,9 @@ from typing import Any, NoReturn, TypeAlias, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from millstream.capture.effects.values import Always, Expression, Leaf, Texts, holds_token
+from millstream.capture.effects.expressions import Apply, Ask, Expression, Read, compile_steps
+from millstream.capture.effects.values import Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.location import MISSING
@@ -42,7 +44,7 @@ from millstream.capture.state.signature import is_other
 from millstream.errors import CaptureError
 from millstream.heap import objects_of_types
 
-Numbers: TypeAlias = Sequence[float]
+Numbers: TypeAlias = Sequence[Any]
 """Values of all numbers that a graph reads, in the order in which they were lifted."""
 
 
@@ -50,19 +52,44 @@ LOOKAHEAD = 1000
 """Calls: what an optimizer does every so often it does within so many."""
 
 MOST_EXACT = 2**53
-"""Whole numbers up to this size are floats without rounding, and so are they in the graph."""
+"""Whole numbers up to this size are floats without rounding."""
+
+INT64 = -(2**63), 2**63 - 1
+"""The least and the greatest whole number that a graph reads."""
+
+USUAL = -(2**31), 2**31
+"""Between these are counts and sizes as a rule."""
+
+Bounds: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
+"""Between which numbers a whole one is in any case, and as a rule."""
+
+_FAILURES = (ArithmeticError, ValueError, TypeError, LookupError)
+"""What Python raises where it computes with numbers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Input:
+    """A number that the graph reads."""
+
+    of: Expression
+    tensor: Tensor  # that stands for it while the step is traced: int64 for a whole number, float64 for another
 
 
 @dataclass(slots=True)
 class Questions:
-    """What the traced program asked about the values of its numbers."""
+    """What the traced program asked about the values of its numbers, and what its graph reads of them."""
 
-    asked: list[tuple[Callable[[Numbers], Any], Any]] = field(default_factory=list)  # questions and the answers
+    new_input: Callable[[GraphScalar, torch.dtype], Tensor]  # makes an input of the graph
+    steps: list[Ask | Read] = field(default_factory=list)  # questions and inputs, in the order of the program
+    inputs: list[Input] = field(default_factory=list)
     refused: list[CaptureError] = field(default_factory=list)  # what it asked of values that nobody knows yet
     texts: Texts = field(default_factory=Texts)  # text made of them
     thread: int | None = field(default_factory=threading.get_ident)  # that traces; ``None`` after the trace
     # gives what was there before the program put a number that nobody knows yet there; ``MISSING`` where it did not
     before: Callable[[Any], Any] = lambda number: MISSING
+    # has the host compute a number after each replay, for the error that this may be
+    check: Callable[[HostScalar], object] = lambda number: None
+    _compute: Callable[[Numbers], list[Any] | None] | None = None
 
     def text(self, of: Expression, needs: frozenset[Leaf]) -> str:
         """Text that stands for what ``of`` will give, from what ``needs`` says; not for a debugger to show."""
@@ -71,13 +98,41 @@ class Questions:
             raise self.refused[-1]
         return self.texts.token(of, needs, here())
 
+    def ask(self, of: Expression, is_answer: Callable[[Any], bool] | None = None) -> None:
+        """Let the graph depend on what ``of`` gives."""
+        self._add(Ask(of, is_answer))
+
+    def read(self, number: GraphScalar) -> Tensor:
+        """Let the graph read a number."""
+        dtype, check = torch.float64, _is_other_float
+        if number.has_integer:
+            dtype, check = torch.int64, fits_int64
+        elif is_double(number.value):
+            check = is_double if number.is_users else _is_double_or_exact
+        tensor = self.new_input(number, dtype)
+        self.inputs.append(Input(number.of, tensor))
+        self._add(Read(number.of, check))
+        return tensor
+
+    def _add(self, step: Ask | Read) -> None:
+        self.steps.append(step)
+        self._compute = None
+
+    def derive(self, numbers: Numbers) -> list[Any] | None:
+        """What the graph reads where these are the numbers.
+
+        ``None`` if the graph does not hold for them: a program with these numbers would get other answers, or fail.
+        """
+        if self._compute is None:
+            self._compute = compile_steps(self.steps)
+        try:
+            return self._compute(numbers)
+        except _FAILURES:
+            return None
+
     def allow(self, numbers: Numbers) -> bool:
-        """Whether a program with these numbers would get the same answers, so that the graph holds for it."""
-        for ask, answer in self.asked:  # a generator would take twice the time
-            found = ask(numbers)
-            if found is not answer and is_other(found, answer):
-                return False
-        return True
+        """Whether the graph holds for these numbers."""
+        return self.derive(numbers) is not None
 
     def allow_again(self, numbers: Numbers, successors: dict[int, Callable[[Numbers], Any]]) -> bool:
         """Whether the graph will hold once more, if nobody but the program changes its numbers.
@@ -86,7 +141,7 @@ class Questions:
             numbers: As they are now.
             successors: By position, what the program makes of those that it changes.
         """
-        with contextlib.suppress(ArithmeticError, ValueError):  # where the program would raise as well
+        with contextlib.suppress(*_FAILURES):  # where the program would raise as well
             for _ in range(LOOKAHEAD):
                 numbers = [successors[i](numbers) if i in successors else each for i, each in enumerate(numbers)]
                 if self.allow(numbers):
@@ -95,20 +150,20 @@ class Questions:
 
 
 class GraphScalar(torch.SymFloat):
-    """A number with a value known now and a tensor that holds it at run time.
+    """A number with a value known now, which the host computes anew before each replay.
 
     It is a ``SymFloat`` only in order that PyTorch's argument parser lets it pass to the tracer's function mode, which
     replaces it.
 
     Args:
         value: The present value.
-        tensor: A 0-d float64 tensor that the graph reads.
         of: The same value from the lifted numbers.
         questions: Receives what the program asks.
+        device: Where the graph has it.
         is_users: Whether it is a number of the user's, which may be whole in one call and not in the next.
+        build: How the graph computes it; ``None`` where it is an input.
 
     Attributes:
-        parts: What it was computed from.
         casts: Its tensor in other dtypes.
     """
 
@@ -117,18 +172,25 @@ class GraphScalar(torch.SymFloat):
     origin = ""
 
     def __init__(
-        self, value: Any, tensor: Tensor | None, of: Expression, questions: Questions, *, is_users: bool = False
+        self,
+        value: Any,
+        of: Expression,
+        questions: Questions,
+        device: torch.device,
+        *,
+        is_users: bool = False,
+        build: Callable[[], Tensor] | None = None,
     ) -> None:
         self.value = value
-        self.tensor = tensor
         self.of = of
         self.questions = questions
+        self.device = device
         self.is_users = is_users
-        self.parts: Sequence[GraphScalar] = ()
         self.casts: dict[torch.dtype, Tensor] = {}
-        # With each parameter an optimizer computes the same of the one number of its steps: the graph does it once.
-        self._known: dict[tuple[Any, ...], tuple[Any, GraphScalar]] = {}
-        self._asked: dict[tuple[Any, ...], Any] = {}
+        self._build = build
+        self._tensor: Tensor | None = None
+        # With each parameter an optimizer computes the same of the one number of its steps: the host does it once.
+        self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     @property
     def is_asked_by_others(self) -> bool:
@@ -152,49 +214,51 @@ class GraphScalar(torch.SymFloat):
         """Whether the number is an integer, and not one by chance."""
         answer = isinstance(self.value, int | np.integer)
         if self.is_users and not self.is_asked_by_others:
-            of = self.of
-            self._ask((GraphScalar,), None, lambda numbers: isinstance(of(numbers), int | np.integer), answer)
+            self.once((is_whole,), lambda: self.questions.ask(self.of, is_whole if answer else _is_not_whole))
         return answer
 
-    def as_tensor_for(self, other: Tensor | None) -> Tensor:
-        """The tensor in the dtype in which a Python number takes part in an operation with ``other``."""
+    @property
+    def has_integer(self) -> bool:
+        """The same, without a question: for who reads the number, as inputs are checked."""
+        return isinstance(self.value, int | np.integer)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the graph can have it."""
+        return fits_int64(self.value) or not self.has_integer
+
+    def as_tensor_for(self, other: Tensor | None) -> Any:
+        """What takes part for it in an operation with ``other``: a tensor in the dtype that a Python number has there.
+
+        The plain number where there is no such tensor.
+        """
+        if self.is_known and not self.is_readable:
+            return self.plain()
         if other is not None and other.dtype in (torch.float64, torch.complex128):
             dtype = torch.float64
         elif other is not None and (other.is_floating_point() or other.is_complex()):
             dtype = torch.float32
         else:
-            dtype = torch.int64 if self.is_whole else torch.get_default_dtype()
+            dtype = torch.int64 if self.has_integer else torch.get_default_dtype()
         return self.in_dtype(dtype)
 
     def in_dtype(self, dtype: torch.dtype) -> Tensor:
-        """The tensor in another dtype; a constant where the graph would have rounded a whole number."""
+        """The tensor in another dtype."""
         if dtype not in self.casts:
-            tensor = self.in_graph()
-            is_right = dtype != torch.int64 or self.is_exact
-            self.casts[dtype] = (
-                tensor.to(dtype) if is_right else torch.full((), self.plain(), dtype=dtype, device=tensor.device)
-            )
+            self.casts[dtype] = self.in_graph().to(dtype)
         return self.casts[dtype]
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether no whole number is rounded in the graph: neither this one nor any that it was computed from."""
-        if not self.is_known:
-            return True
-        of, answer = self.of, _is_exact(self.value)
-        self._ask((_is_exact,), None, lambda numbers: _is_exact(of(numbers)), answer)
-        return answer and all(part.is_exact for part in self.parts)
-
     def in_graph(self) -> Tensor:
-        """The tensor that holds it at run time."""
-        assert self.tensor is not None
-        return self.tensor
+        """The tensor that holds it at run time: int64 for a whole number, float64 for another."""
+        if self._tensor is None:
+            self._tensor = self.questions.read(self) if self._build is None else self._build()
+        return self._tensor
 
     def plain(self) -> int | float:
         """The present value, on which the graph depends from here on."""
         if self.is_asked_by_others:
             return self.outside()  # type: ignore[no-any-return]
-        self._ask((), None, self.of, self.value)
+        self.once((), lambda: self.questions.ask(self.of, functools.partial(_is_same, self.value)))
         return int(self.value) if self.is_whole else float(self.value)  # NumPy's are of other types
 
     def __float__(self) -> float:
@@ -207,7 +271,7 @@ class GraphScalar(torch.SymFloat):
         return bool(self != 0)
 
     def __hash__(self) -> int:
-        return hash(float(self))
+        return hash(self.plain())
 
     def __getattr__(self, name: str) -> Any:
         """What numbers have besides: ``bit_length()``, ``real``."""
@@ -241,13 +305,6 @@ class GraphScalar(torch.SymFloat):
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__copy__()
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """A function of PyTorch's that takes it in a tensor's place."""
-        return run_with_scalars(func, args, kwargs or {})
-
     def __repr__(self) -> str:
         return self._text(repr)
 
@@ -268,115 +325,75 @@ class GraphScalar(torch.SymFloat):
     def _text(self, make: Callable[[Any], str]) -> str:
         if self.is_asked_by_others:
             return make(self.outside())
-        of = self.of
-        return self.questions.text(lambda values: make(of(values)), self.needs)
-
-    def __round__(self, digits: int | None = None) -> Any:
-        return self.apply(
-            lambda value: round(value, digits),
-            lambda tensor: torch.round(tensor, decimals=digits or 0),
-            what=(round, digits),
-            is_whole=self.is_whole if digits is not None else True,
-        )
-
-    def __neg__(self) -> Any:
-        return self.apply(operator.neg, is_whole=self.is_whole)
+        return self.questions.text(Apply(make, (self.of,)), self.needs)
 
     def __pos__(self) -> Any:
         return self.plain() if self.is_asked_by_others else self
-
-    def __abs__(self) -> Any:
-        return self.apply(abs, is_whole=self.is_whole)
-
-    def apply(
-        self,
-        function: Callable[[Any], Any],
-        to_tensor: Callable[[Tensor], Tensor] | None = None,
-        *,
-        what: tuple[Any, ...] = (),
-        is_whole: bool = False,
-    ) -> Any:
-        """A function of the number, its form for tensors if that is another, and what kind of number it gives."""
-        if self.is_asked_by_others:
-            return function(self.outside())
-        of, tensor = self.of, self.tensor
-        return self._once(
-            what or (function,),
-            None,
-            lambda: self._make(
-                function(self.value) if self.is_known else None,
-                None if tensor is None else (to_tensor or function)(tensor),
-                lambda numbers: function(of(numbers)),
-                is_whole=is_whole,
-            ),
-        )
-
-    def _make(
-        self, value: Any, tensor: Tensor | None, of: Expression, *, other: Any = None, is_whole: bool = False
-    ) -> GraphScalar:
-        """What was computed from the number, and maybe from another."""
-        parts = [part for part in (self, other) if is_scalar(part)]
-        unknown = next((part for part in parts if not part.is_known), None)
-        if unknown is None:
-            made = GraphScalar(value, tensor, of, self.questions, is_users=any(part.is_users for part in parts))
-            made.parts = parts
-            return made
-        needs = frozenset[Leaf]().union(*(part.needs for part in parts))
-        return HostScalar(tensor, of, self.questions, needs, is_whole=is_whole, origin=unknown.origin)
 
     def refuse(self, what: str) -> NoReturn:
         """Raise that the step does something for which a value must be known that is not; told also if swallowed."""
         remedy = HOST_REMEDY if self.needs else "Do that outside of the step, after it."
         raise_refusal(self.questions.refused.append, f"{what} {self.origin}.", remedy)
 
-    def _once(self, what: tuple[Any, ...], other: Any, compute: Callable[[], GraphScalar]) -> GraphScalar:
-        key = _key_of(what, other)
-        if key not in self._known:
-            self._known[key] = other, compute()  # the other lives as long: its id stays its own
-        return self._known[key][1]
-
-    def _ask(self, what: tuple[Any, ...], other: Any, of: Callable[[Numbers], Any], answer: Any) -> None:
-        """Remember a question, once."""
-        if self.is_asked_by_others:
-            return
-        key = _key_of(what, other)
-        if key not in self._asked:
-            self._asked[key] = other
-            self.questions.asked.append((of, answer))
+    def once(self, key: Any, make: Callable[[], Any], kept: Any = None) -> Any:
+        """What ``make`` gives, the first time for this key; ``kept`` lives as long: its id stays its own."""
+        try:
+            known = self._known.get(key)
+        except TypeError:  # it cannot be hashed
+            return make()
+        if known is None:
+            known = self._known[key] = kept, make()
+        return known[1]
 
 
 class HostScalar(GraphScalar):
     """A number that the host knows only after the graph has run.
 
     Args:
-        tensor: A 0-d float64 tensor with it, ``None`` if the graph cannot have it.
         of: Gives it from ``Values``.
         questions: Receives what the program asks, which is refused.
+        device: Where the graph has it.
         needs: What ``of`` reads of the graph's results.
         is_whole: Whether it is an integer.
         origin: Where it comes from, for people.
+        build: How the graph computes it; ``None`` if it cannot.
+        bounds: Of a whole number the least and the greatest that it may be, and that it is as a rule.
+
+    Attributes:
+        bounds: Likewise.
     """
 
     is_known = False
 
     def __init__(
         self,
-        tensor: Tensor | None,
         of: Expression,
         questions: Questions,
+        device: torch.device,
         needs: frozenset[Leaf],
         *,
         is_whole: bool,
         origin: str,
+        build: Callable[[], Tensor] | None = None,
+        bounds: Bounds = (INT64, INT64),
     ) -> None:
-        super().__init__(None, tensor, of, questions)
+        super().__init__(None, of, questions, device, build=build)
         self.needs = needs
         self.origin = origin
+        self.bounds = bounds
         self._is_whole = is_whole
 
     @property
     def is_whole(self) -> bool:
         return isinstance(self.outside(), int | np.integer) if self.is_asked_by_others else self._is_whole
+
+    @property
+    def has_integer(self) -> bool:
+        return self._is_whole
+
+    @property
+    def is_readable(self) -> bool:
+        return self._build is not None
 
     def outside(self) -> Any:
         """What was there before: for others the call that brings this number has not ended."""
@@ -390,9 +407,15 @@ class HostScalar(GraphScalar):
         return number.outside() if is_scalar(number) else number
 
     def in_graph(self) -> Tensor:
-        if self.tensor is None:
+        if self._build is None:
             self.refuse("The step computes with")
-        return self.tensor
+        if self._tensor is None and self._is_whole:
+            most, usual = (is_within(each, INT64) for each in self.bounds)
+            if not usual:
+                self.refuse("The step computes what may take more than 64 bits from")
+            if not most:
+                self.questions.check(self)
+        return super().in_graph()
 
     def plain(self) -> Any:
         if self.is_asked_by_others:
@@ -450,227 +473,43 @@ def is_whole(number: Any) -> bool:
     return bool(number.is_whole) if is_scalar(number) else isinstance(number, int | np.integer)
 
 
-def _is_exact(number: Any) -> bool:
-    return not isinstance(number, int | np.integer) or abs(int(number)) <= MOST_EXACT
+def is_within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    """Whether whole numbers between the bounds of ``inner`` are between those of ``outer``."""
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
-def _key_of(what: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
-    return *what, type(other), id(other) if is_scalar(other) else other
+def fits_int64(number: Any) -> bool:
+    """Whether it is a whole number that a graph can read."""
+    kind = type(number)
+    return (kind is int or issubclass(kind, np.integer)) and INT64[0] <= number <= INT64[1]
 
 
-def _parts_of(other: Any) -> tuple[Any, Any, Expression]:
-    """Of a scalar or a plain number: its value, what stands for it in the graph, and how numbers give it."""
-    return (other.value, other.tensor, other.of) if is_scalar(other) else (other, other, Always(other))
+def is_double(number: Any) -> bool:
+    """Whether Python computes with it in double precision."""
+    return type(number) in (float, np.float64)
 
 
-def _gives_whole(function: Callable[..., Any], left: GraphScalar, right: Any) -> bool:
-    """Whether an operator gives an integer."""
-    if function is operator.truediv or not left.is_whole:
-        return False
-    return right.is_whole if is_scalar(right) else isinstance(right, int)
+def _is_double_or_exact(number: Any) -> bool:
+    """The same, or a whole number in its place, which is none of the user's: a learning rate of 1."""
+    return is_double(number) or (type(number) is int and abs(number) <= MOST_EXACT)
 
 
-def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[GraphScalar, Any], Any]:
-    """Make the method for an arithmetic operator."""
-
-    def combine(left: Any, right: Any) -> Any:
-        return function(right, left) if swapped else function(left, right)
-
-    def method(self: GraphScalar, other: Any) -> Any:
-        if self.is_asked_by_others:
-            return combine(self.outside(), other)
-        if is_tensor(other):
-            return combine(self.as_tensor_for(other), other)
-        own, other = self.of, as_scalar(other)
-        if not (is_scalar(other) or isinstance(other, int | float)):
-            return NotImplemented
-        value, tensor, of = _parts_of(other)
-        is_known = self.is_known and (not is_scalar(other) or other.is_known)
-
-        def compute() -> GraphScalar:
-            return self._make(
-                combine(self.value, value) if is_known else None,
-                None if self.tensor is None or tensor is None else combine(self.tensor, tensor),
-                lambda numbers: combine(own(numbers), of(numbers)),
-                other=other,
-                is_whole=not is_known and _gives_whole(function, self, other),
-            )
-
-        return self._once((function, swapped), other, compute)
-
-    return method
+def _is_other_float(number: Any) -> bool:
+    return isinstance(number, np.floating) and not is_double(number)
 
 
-def _comparing(function: Callable[[Any, Any], Any]) -> Callable[[GraphScalar, Any], Any]:
-    """Make the method for a comparison."""
-
-    def method(self: GraphScalar, other: Any) -> Any:
-        if self.is_asked_by_others:
-            return function(self.outside(), other)
-        if is_tensor(other):
-            return function(self.as_tensor_for(other), other)
-        own, other = self.of, as_scalar(other)
-        if not (is_scalar(other) or isinstance(other, int | float)):
-            return NotImplemented
-        for part in (self, other):
-            if is_scalar(part) and not part.is_known:
-                part.refuse("The step branches on")
-        value, _, of = _parts_of(other)
-        answer = bool(function(self.value, value))
-        self._ask((function,), other, lambda numbers: bool(function(own(numbers), of(numbers))), answer)
-        return answer
-
-    return method
+def _is_not_whole(number: Any) -> bool:
+    return not is_whole(number)
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
-    _function = getattr(operator, _name)
-    setattr(GraphScalar, f"__{_name}__", _combining(_function, swapped=False))
-    setattr(GraphScalar, f"__r{_name}__", _combining(_function, swapped=True))
-setattr(GraphScalar, "__int__", lambda self: int(float(self)))  # noqa: B010 - the parent class declares that it raises
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(GraphScalar, f"__{_name}__", _comparing(getattr(operator, _name)))
+def _is_same(value: Any, now: Any) -> bool:
+    return now is value or not is_other(now, value)
 
 
-def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the method for what needs the plain number."""
-    return lambda self, *others: function(self.plain(), *others)
-
-
-for _name in ("lshift", "rshift", "and", "or", "xor"):
-    _function = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
-    setattr(GraphScalar, f"__{_name}__", _of_plain(_function))
-    setattr(GraphScalar, f"__r{_name}__", _of_plain(lambda own, other, function=_function: function(other, own)))
-for _name, _function in {
-    "divmod": divmod,
-    "rdivmod": lambda own, other: divmod(other, own),
-    "invert": operator.invert,
-    "trunc": math.trunc,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "complex": complex,
-}.items():
-    setattr(GraphScalar, f"__{_name}__", _of_plain(_function))
-for _name in ("is_integer", "as_integer_ratio", "conjugate", "hex"):  # which the parent class has
-    setattr(GraphScalar, _name, _of_plain(lambda number, name=_name: getattr(number, name)()))
-
-
-def _refusing(name: str, what: str) -> Callable[[HostScalar], Any]:
-    """Make the method for what needs a value."""
-    function = getattr(operator, name) if name == "index" else getattr(builtins, name)
-    return lambda self: function(self.outside()) if self.is_asked_by_others else self.refuse(what)
-
-
-for _name, _what in {
-    "float": "The step makes a float of",
-    "int": "The step makes an int of",
-    "index": "The step indexes with",
-    "bool": "The step branches on",
-    "hash": "The step looks something up by",
-}.items():
-    setattr(HostScalar, f"__{_name}__", _refusing(_name, _what))
-
-
-_TAKE_TENSORS = frozenset(
-    """
-    add radd sub subtract rsub mul multiply rmul div divide true_divide rdiv rtruediv pow rpow float_power remainder
-    fmod floor_divide rfloordiv eq ne lt le gt ge clamp clamp_min clamp_max fill where copysign atan2 hypot
-    broadcast_tensors gumbel_softmax
-    """.split()
-)
-"""Functions that compute with a 0-d tensor given for a number. Most others take one as well, but read its value."""
-
-
-def run_with_scalars(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a PyTorch function, some of whose arguments are graph scalars, in a form that takes tensors for them."""
-    if any(is_scalar(value) and value.is_asked_by_others for value in (*args, *kwargs.values())):
-        return function(*map(_plain_of, args), **{key: _plain_of(value) for key, value in kwargs.items()})
-    name = getattr(function, "__name__", "")
-    if name.startswith("_foreach_"):
-        return _run_foreach(name.removeprefix("_foreach_"), function, args, kwargs)
-    plain = name.rstrip("_")
-    if plain in ("add", "sub", "subtract") and is_scalar(kwargs.get("alpha")):
-        alpha = kwargs["alpha"]
-        rest = {key: value for key, value in kwargs.items() if key != "alpha"}
-        return function(args[0], _times(args[1], alpha), *args[2:], **rest)
-    if plain in ("addcmul", "addcdiv") and (scalar := _scalar_at(args, kwargs, 3, "value")) is not None:
-        return function(args[0], _times(args[1], scalar), args[2])
-    if plain == "lerp" and (scalar := _scalar_at(args, kwargs, 2, "weight")) is not None:
-        moved = args[0] + (args[1] - args[0]) * scalar.as_tensor_for(args[0])
-        return args[0].copy_(moved) if name.endswith("_") else moved
-    if plain in _FILL:
-        return _fill(plain, function, args, kwargs)
-    like = next((arg for arg in args if is_tensor(arg)), None)
-
-    def as_tensor(value: Any) -> Any:
-        return value.as_tensor_for(like) if is_scalar(value) else value
-
-    if plain.strip("_") in _TAKE_TENSORS:
-        try:
-            return function(*map(as_tensor, args), **{key: as_tensor(value) for key, value in kwargs.items()})
-        except TypeError:  # not in this combination
-            pass
-    if function in (torch.tensor, torch.as_tensor) and args and _are_at(kwargs.get("device"), tree_leaves(args[0])):
-        return _new_tensor(*args, **kwargs)
-    # Takes numbers only: the graph then belongs to this value, which is written down.
-    return function(*map(_plain_of, args), **{key: _plain_of(value) for key, value in kwargs.items()})
-
-
-_FILL = {"masked_fill": 2, "index_fill": 3, "__setitem": 2, "full": 1, "full_like": 1, "new_full": 2}
-"""By function, which of its arguments the elements of a tensor become."""
-
-
-def _fill(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give elements of a tensor a number."""
-    at = _FILL[name]
-    number = args[at] if len(args) > at else next(kwargs.pop(key) for key in ("value", "fill_value") if key in kwargs)
-    args, kwargs = _plain_of(args[:at]), {key: _plain_of(value) for key, value in kwargs.items()}
-    if not is_scalar(number):
-        return function(*args, number, **kwargs)
-    if "full" in name:
-        made = function(*args, 0 if number.is_whole else 0.0, **kwargs)
-        with torch.no_grad():  # it may be a leaf that requires a gradient
-            return made.fill_(_element(number, made))
-    return function(*args, _element(number, args[0]), **kwargs)
-
-
-def _element(number: GraphScalar, of: Tensor) -> Any:
-    """A number as an element of a tensor; its plain value where PyTorch checks whether there is room for it."""
-    takes_all = of.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
-    if number.in_graph().device == of.device and (takes_all or (of.dtype == torch.int64 and number.is_whole)):
-        return number.in_dtype(of.dtype)
-    return number.plain()
-
-
-def _are_at(device: Any, parts: Sequence[Any]) -> bool:
-    """Whether these are numbers that the graph has on a device; ``None``: that of new tensors.
-
-    Those of an optimizer are where its parameters are. To bring them to the host a graph would have to wait.
-    """
-    device = torch.get_default_device() if device is None else torch.device(device)
-    if device == torch.device("cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())
-    return all(each.in_graph().device == device if is_scalar(each) else type(each) in (int, float) for each in parts)
-
-
-def _new_tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **how: Any) -> Tensor:
-    """``torch.tensor`` of numbers, in lists or not, some of which change."""
-    if dtype is None:
-        dtype = torch.int64 if all(map(is_whole, tree_leaves(data))) else torch.get_default_dtype()
-
-    def made(part: Any) -> Tensor:
-        if isinstance(part, list | tuple):
-            return torch.stack([*map(made, part)])
-        if is_scalar(part):
-            return part.in_dtype(dtype).clone()
-        return torch.tensor(part, dtype=dtype, device=device)
-
-    return made(data).requires_grad_(how.get("requires_grad", False))
-
-
-def _plain_of(value: Any) -> Any:
+def plain_of(value: Any) -> Any:
+    """A value with the present numbers in the place of scalars."""
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(map(_plain_of, value))
+        return type(value)(map(plain_of, value))
     return value.plain() if is_scalar(value) else value
 
 
@@ -697,47 +536,3 @@ def give_back(questions: Questions) -> None:
                     plain = value.plain()
                     if get(holder, key) is value:
                         kind.__setitem__(holder, key, plain)
-
-
-def _times(value: Any, scalar: GraphScalar) -> Any:
-    return value * scalar.as_tensor_for(value) if is_tensor(value) else value * scalar
-
-
-def _tensor_of(value: Any, like: Tensor) -> Tensor:
-    if is_scalar(value):
-        return value.as_tensor_for(like)
-    return value if is_tensor(value) else torch.full((), value, dtype=like.dtype, device=like.device)
-
-
-def _scalar_at(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> GraphScalar | None:
-    value = kwargs.get(name, args[position] if len(args) > position else None)
-    return value if is_scalar(value) else None
-
-
-def _run_foreach(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forms with lists of tensors stay one foreach operator, which compilers fuse over the whole list."""
-    plain = name.rstrip("_")
-    if is_scalar(args[0]):  # number ** tensors
-        return [getattr(torch, plain)(args[0].as_tensor_for(tensor), tensor) for tensor in args[1]]
-    tensors = list(args[0])
-
-    def spread(scalar: GraphScalar) -> list[Tensor]:
-        return [scalar.as_tensor_for(tensor) for tensor in tensors]
-
-    def replaced(value: Any) -> Any:
-        if is_scalar(value):
-            return spread(value)
-        if isinstance(value, list | tuple) and any(is_scalar(item) for item in value):
-            return [_tensor_of(item, like) for item, like in zip(value, tensors, strict=True)]
-        return value
-
-    if plain in ("add", "sub") and is_scalar(kwargs.get("alpha")):
-        return function(tensors, torch._foreach_mul(args[1], spread(kwargs["alpha"])))
-    if plain in ("addcmul", "addcdiv"):
-        factor = kwargs.get("value", kwargs.get("scalars", args[3] if len(args) > 3 else 1))
-        return function(tensors, torch._foreach_mul(args[1], replaced(factor)), args[2])
-    if plain == "lerp" and (scalar := _scalar_at(args, kwargs, 2, "weight")) is not None:
-        moves = torch._foreach_mul(torch._foreach_sub(args[1], tensors), spread(scalar))
-        return (torch._foreach_add_ if name.endswith("_") else torch._foreach_add)(tensors, moves)
-
-    return function(*map(replaced, args), **{key: replaced(value) for key, value in kwargs.items()})

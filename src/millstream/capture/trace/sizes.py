@@ -31,13 +31,17 @@ from millstream._torch.compiler.symbols import (
     mode_for_sizes,
 )
 from millstream.capture.lines import here, is_ours, is_pythons
-from millstream.capture.trace.scalars import HostScalar, Questions, is_scalar
+from millstream.capture.trace.scalars import USUAL, HostScalar, Questions, is_scalar
 
 GIVE_SIZES = frozenset({"stride", "__len__"})
 """What gives sizes of a tensor that are not told from other results by their type."""
 
 ARE_SIZES = frozenset({torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool})
 """Types of what gives sizes otherwise: ``shape``, ``numel()``, ``nbytes`` and so on."""
+
+
+MOST_ELEMENTS = 2**48
+"""No size is larger."""
 
 
 def _is_asked_by_pytorch(frame: FrameType | None) -> bool:
@@ -135,14 +139,17 @@ class TracedSizes:
             symbols: list[Any] = sorted(expression.free_symbols, key=str)
             places = [self._index_of[symbol] for symbol in symbols]
             evaluate = compile_expressions(symbols, [expression])
-            tensor = torch.full((), number, dtype=torch.float64, device=self._device)
+            dtype = torch.int64 if is_whole else torch.float64
+            tensor = torch.full((), number, dtype=dtype, device=self._device)
             self._scalars[expression] = HostScalar(
-                tensor,
                 lambda values: evaluate(*(values[place] for place in places))[0],
                 self._questions,
+                self._device,
                 frozenset(),
                 is_whole=is_whole,
                 origin="the size of an argument",
+                build=lambda: tensor,
+                bounds=((-MOST_ELEMENTS, MOST_ELEMENTS), USUAL),
             )
         return self._scalars[expression]
 

@@ -39,6 +39,7 @@ from millstream._torch.hooks import optimizer_steps_seen
 from millstream._torch.scaler import is_idle, steps_are_masked
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, storage_id
 from millstream._torch.tracing import (
+    NewInputs,
     failures_unlogged,
     no_compiled_modules,
     plain_recurrence,
@@ -47,11 +48,11 @@ from millstream._torch.tracing import (
     trace_aten,
     unchecked_distributions,
 )
+from millstream.capture.effects.expressions import Nth
 from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import COUNTING
 from millstream.capture.effects.recorder import Recorder as EffectsRecorder
 from millstream.capture.effects.recorder import text_changed
-from millstream.capture.effects.values import Nth
 from millstream.capture.guards.shadow import compare_writes
 from millstream.capture.lines import (
     caller_of,
@@ -172,7 +173,7 @@ def tracing_alone() -> Iterator[None]:
 class _Tracer:
     request: Request
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
-    questions: Questions = field(default_factory=Questions)
+    questions: Questions = field(init=False)
     stepped: list[Optimizer] = field(default_factory=list)
     failure: Exception | None = None
     ran: Ran = field(default_factory=lambda: Ran(attributes={}))
@@ -189,11 +190,14 @@ class _Tracer:
     kind: type[FakeTensor] = FakeTensor
     record: Recorder | None = None  # of what is read and written, in shadow mode
     differences: list[Difference] = field(default_factory=list)  # likewise, to what was found changed
+    new_inputs: NewInputs = field(init=False)
 
     def __post_init__(self) -> None:
+        self.questions = Questions(self._new_input)
         self.questions.texts.style = self.request.style
         own = {id(container) for _, container in self.request.found.containers}
         self.recorder = EffectsRecorder(self.questions, own, self._note_writes)
+        self.questions.check = self.recorder.check
         request = self.request
         self.record = make_recorder(request.function, request.arguments)
         if request.dimensions:
@@ -219,7 +223,7 @@ class _Tracer:
                 become_fake([*state, *before, *request.arguments], self.mode, request.host_scalars, fakes) as self.kind,
                 self.mode,
                 calculated_by(unwatched) if self.sizes is not None else contextlib.nullcontext(),
-                self._numbers_replaced() as numbers,
+                self._numbers_replaced(),
                 math_takes_scalars(),
                 json_takes_scalars(),
                 unchecked_distributions(),
@@ -235,7 +239,7 @@ class _Tracer:
                     self._optimizers_watched(),
                     self.caches if cached else contextlib.nullcontext(),
                 ):
-                    inputs = [*state, *self.leaving.grad_buffers, *numbers, *request.arguments]
+                    inputs = [*state, *self.leaving.grad_buffers, *request.arguments]
                     self.questions.before = self._before
                     try:
                         gm = self._record(inputs)
@@ -307,6 +311,7 @@ class _Tracer:
             return result
 
         def body() -> Sequence[Tensor]:
+            self.new_inputs = NewInputs(self.mode, len(inputs) - len(self.request.arguments))
             functions = FunctionWatch(self._note_failure, watched, self.recorder, self.sizes, self.kind)
             with (
                 OperatorWatch(self._note_failure, functions, randoms, self._write_numbers_down),
@@ -508,14 +513,16 @@ class _Tracer:
         if self.questions.refused:
             raise self.questions.refused[0]
 
+    def _new_input(self, number: GraphScalar, dtype: torch.dtype) -> Tensor:
+        return self.new_inputs.add(dtype, number.device)
+
     @contextlib.contextmanager
-    def _numbers_replaced(self) -> Iterator[list[Tensor]]:
-        """Put graph scalars in the places of the numbers; yields the tensors that they read."""
+    def _numbers_replaced(self) -> Iterator[None]:
+        """Put graph scalars in the places of the numbers."""
         numbers = self.request.numbers
-        tensors = [torch.empty((), dtype=torch.float64, device=number.device) for number in numbers]
         try:
-            for index, (number, tensor) in enumerate(zip(numbers, tensors, strict=True)):
-                scalar = GraphScalar(0, tensor, Nth(index), self.questions, is_users=number.is_users)
+            for index, number in enumerate(numbers):
+                scalar = GraphScalar(0, Nth(index), self.questions, number.device, is_users=number.is_users)
                 if number.is_users:
                     self.users_scalars[index] = scalar
                     self.users_readers[index] = number.location.reader()
@@ -526,7 +533,7 @@ class _Tracer:
                     else:
                         number.location.set(scalar)
                 self.numbers.append(scalar.value)
-            yield tensors
+            yield
         finally:
             for number, value in zip(numbers, self.numbers, strict=False):
                 with COUNTING.lock:
@@ -646,7 +653,7 @@ class _Tracer:
         subtract_powers_exactly(gm)
         move_constants(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
-        parts = (self.request.state, leaving.grad_buffers, self.request.numbers, self.request.arguments)
+        parts = (self.request.state, leaving.grad_buffers, self.questions.inputs, self.request.arguments)
         sizes = [len(part) for part in parts]
         starts = [sum(sizes[:part]) for part in range(4)]
         replaced = [placeholders[index] for index in leaving.replaced]

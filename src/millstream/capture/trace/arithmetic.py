@@ -1,0 +1,366 @@
+"""Arithmetic with scalars of a graph: written down for the host, and for the graph where the host does not know them.
+
+**Contract**
+- Of numbers that are known before a replay the host computes everything, in Python and in the program's order, but for
+  sums and products of floats, which the graph computes alike; a failure there captures the step again, which fails as
+  it would have eagerly.
+- Of numbers that the graph brings (``HostScalar``) it computes what follows itself: whole ones in 64 bits, others in
+  double precision. Where more than 64 bits may be needed, the host computes it after the replay and raises.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millstream.capture.effects.expressions import Always, Apply, Expression
+from millstream.capture.effects.values import Leaf
+from millstream.capture.trace.scalars import (
+    INT64,
+    USUAL,
+    Bounds,
+    GraphScalar,
+    HostScalar,
+    as_scalar,
+    is_double,
+    is_scalar,
+    is_tensor,
+    is_within,
+)
+
+BEYOND = -(2**64), 2**64
+"""Bounds of what may take more than 64 bits, or fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the graph computes what a function gives for numbers that it has, and what kind of number that is."""
+
+    is_whole: bool
+    to_tensor: Callable[..., Tensor]  # of tensors and numbers
+    bounds: Bounds = (BEYOND, INT64)  # of a whole number; any, unless that is known
+
+
+def compute(function: Callable[..., Any], *operands: Any, form: Form | None = None) -> Any:
+    """What a function of numbers gives, some of which are scalars.
+
+    Args:
+        function: Looks at nothing but its arguments.
+        operands: Scalars and plain values.
+        form: How the graph computes it of what it has itself; ``None`` for an operator's.
+    """
+    scalars = [each for each in operands if is_scalar(each)]
+    first = scalars[0]
+    if first.is_asked_by_others:
+        return function(*(each.outside() if is_scalar(each) else each for each in operands))
+    key = function, *map(_key_of, operands)
+    return first.once(key, lambda: _computed(function, operands, scalars, form), kept=operands)
+
+
+def _key_of(operand: Any) -> Any:
+    if is_scalar(operand):
+        return GraphScalar, id(operand)
+    return type(operand), operand, f"{operand}" if type(operand) is float and not operand else ""
+
+
+def _computed(
+    function: Callable[..., Any], operands: tuple[Any, ...], scalars: Sequence[GraphScalar], form: Form | None
+) -> Any:
+    of = Apply(function, tuple(each.of if is_scalar(each) else Always(each) for each in operands))
+    if not all(each.is_known for each in scalars):
+        return _unknown(function, operands, scalars, of, form)
+    try:
+        value = function(*(each.value if is_scalar(each) else each for each in operands))
+    except Exception:  # which the program may expect
+        _take_plainly(scalars)
+        raise
+    return _made(value, of, scalars, _in_graph(function, operands, value))
+
+
+def _made(value: Any, of: Expression, scalars: Sequence[GraphScalar], build: Callable[[], Tensor] | None) -> Any:
+    """What was computed of known numbers, as the program sees it."""
+    questions = scalars[0].questions
+    if isinstance(value, bool | np.bool_):
+        questions.ask(of, None if value else operator.not_)
+        return value
+    if isinstance(value, tuple):
+        parts = ((part, Apply(operator.getitem, (of, Always(index)))) for index, part in enumerate(value))
+        return tuple(_made(part, of_part, scalars, None) for part, of_part in parts)
+    if not isinstance(value, int | float | np.integer | np.floating):
+        _take_plainly(scalars)
+        return value
+    is_users = any(each.is_users for each in scalars)
+    return GraphScalar(value, of, questions, _device_of(scalars), is_users=is_users, build=build)
+
+
+def _take_plainly(scalars: Sequence[GraphScalar]) -> None:
+    for each in scalars:
+        each.plain()
+
+
+def _device_of(scalars: Sequence[GraphScalar]) -> torch.device:
+    return next((each.device for each in scalars if each.device.type != "cpu"), scalars[0].device)
+
+
+_LIGHT = frozenset({operator.add, operator.sub, operator.mul, operator.neg, abs})
+"""What a graph computes of floats as Python does, without an error."""
+
+
+def _in_graph(function: Callable[..., Any], operands: tuple[Any, ...], value: Any) -> Callable[[], Tensor] | None:
+    """How the graph computes it of what it reads, to the last bit; ``None`` where the host does."""
+    is_safe = function is operator.truediv and not is_scalar(operands[1])  # of a constant 0 there is no value
+    plain = [each for each in operands if not is_scalar(each)]
+    are_doubles = all(is_double(each.value) for each in operands if is_scalar(each)) and is_double(value)
+    if not (
+        (is_safe or function in _LIGHT)
+        and are_doubles
+        and all(type(each) in (int, float, np.float64) for each in plain)
+    ):
+        return None
+    return lambda: function(*(each.in_graph() if is_scalar(each) else float(each) for each in operands))
+
+
+# --- what the graph computes of numbers that it has -------------------------------------------------------------------
+
+
+def _unknown(
+    function: Callable[..., Any],
+    operands: tuple[Any, ...],
+    scalars: Sequence[GraphScalar],
+    of: Expression,
+    form: Form | None,
+) -> HostScalar:
+    unknown = next(each for each in scalars if not each.is_known)
+    if form is None and (form := _form_of(function, operands)) is None:
+        unknown.refuse("The step makes a plain number of")
+    to_tensor = form.to_tensor
+    plain = [each for each in operands if not is_scalar(each)]
+
+    def build() -> Tensor:
+        return to_tensor(*(each.in_graph() if is_scalar(each) else each for each in operands))
+
+    can_build = all(is_within((each, each), INT64) for each in plain if isinstance(each, int))
+    can_build = can_build and all(each.is_readable for each in scalars)
+    return HostScalar(
+        of,
+        unknown.questions,
+        _device_of(scalars),
+        frozenset[Leaf]().union(*(each.needs for each in scalars)),
+        is_whole=form.is_whole,
+        origin=unknown.origin,
+        build=build if can_build else None,
+        bounds=form.bounds,
+    )
+
+
+def _form_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> Form | None:
+    """An operator's form; ``None`` for any other function."""
+    are_whole = all(each.is_whole if is_scalar(each) else isinstance(each, int | np.integer) for each in operands)
+    if function is operator.pow:
+        are_whole = are_whole and (is_scalar(operands[1]) or operands[1] >= 0)
+    if are_whole and function in _OF_WHOLE:
+        most, usual = (_bounds(function, parts) for parts in zip(*map(_bounds_of, operands), strict=True))
+        return Form(True, _OF_WHOLE[function], (most or BEYOND, usual or INT64))
+    to_tensor = _OF_FLOATS.get(function)
+    return None if to_tensor is None else of_floats(to_tensor)
+
+
+def of_floats(to_tensor: Callable[..., Tensor]) -> Form:
+    """The form of a function that gives floats.
+
+    Args:
+        to_tensor: Does the same to tensors in double precision, and to numbers.
+    """
+    return Form(False, lambda *parts: to_tensor(*map(_as_double, parts)))
+
+
+def _as_double(part: Any) -> Any:
+    return part.to(torch.float64) if is_tensor(part) else float(part)
+
+
+def _divisor(part: Any) -> Any:
+    """The divisor, or 1 for those with which a division may end the process: 0, at which the host raises, and -1."""
+    if is_tensor(part):
+        return torch.where((part == 0) | (part == -1), 1, part)
+    return 1 if part in (0, -1) else part
+
+
+def _floor_divide(left: Any, right: Any) -> Tensor:
+    quotient = left // _divisor(right)
+    return torch.where(right == -1, -left, quotient) if is_tensor(right) else -left if right == -1 else quotient
+
+
+_OF_FLOATS: dict[Any, Callable[..., Tensor]] = {
+    each: each
+    for each in (
+        *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow),
+        *(operator.neg, abs),
+    )
+}
+_OF_WHOLE: dict[Any, Callable[..., Tensor]] = {
+    **{each: each for each in (operator.add, operator.sub, operator.mul, operator.neg, operator.invert, abs)},
+    **{each: each for each in (operator.and_, operator.or_, operator.xor)},
+    operator.floordiv: _floor_divide,
+    operator.mod: lambda left, right: left % _divisor(right),
+    operator.pow: torch.pow,
+}
+"""Operators, and what does the same to tensors of whole numbers."""
+
+MOST_POWER = 64
+"""Of a whole number that is not 0 or ±1 a higher power needs more bits than that."""
+
+
+def _bounds_of(operand: Any) -> Bounds:
+    """Between which numbers a whole one is."""
+    if not is_scalar(operand):
+        return ((int(operand), int(operand)),) * 2
+    return operand.bounds if isinstance(operand, HostScalar) else (INT64, USUAL)
+
+
+def _bounds(function: Any, parts: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """Between which numbers an operator's result is; ``None`` where it may fail."""
+    # What may be beyond 64 bits is checked by itself.
+    known = [(max(part[0], INT64[0]), min(part[1], INT64[1])) for part in parts]
+    if function in (operator.and_, operator.or_, operator.xor, operator.invert):
+        return INT64
+    if function in (operator.floordiv, operator.mod) and known[1][0] <= 0 <= known[1][1]:
+        return None
+    if function is operator.mod:
+        return min(known[1][0] + 1, 0), max(known[1][1] - 1, 0)
+    if function is operator.pow and not (known[1][0] >= 0 and known[1][1] <= MOST_POWER):
+        return None
+    corners = [function(*each) for each in itertools.product(*known)]
+    if function is operator.pow:
+        return -max(map(abs, corners)) - 1, max(map(abs, corners)) + 1
+    return (0 if function is abs else min(corners)), max(corners)
+
+
+# --- what Python calls ------------------------------------------------------------------------------------------------
+
+
+def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[GraphScalar, Any], Any]:
+    """Make the method for an arithmetic operator."""
+
+    def method(self: GraphScalar, other: Any) -> Any:
+        if is_tensor(other) and not self.is_asked_by_others:
+            own = self.as_tensor_for(other)
+            return function(other, own) if swapped else function(own, other)
+        other = as_scalar(other)
+        if not _is_operand(other):
+            return NotImplemented
+        return compute(function, other, self) if swapped else compute(function, self, other)
+
+    return method
+
+
+def _comparing(function: Callable[[Any, Any], Any]) -> Callable[[GraphScalar, Any], Any]:
+    """Make the method for a comparison."""
+
+    def method(self: GraphScalar, other: Any) -> Any:
+        if self.is_asked_by_others:
+            return function(self.outside(), other)
+        if is_tensor(other):
+            return function(self.as_tensor_for(other), other)
+        other = as_scalar(other)
+        if not _is_operand(other):
+            return NotImplemented
+        for part in (self, other):
+            if is_scalar(part) and not part.is_known:
+                part.refuse("The step branches on")
+        return bool(compute(function, self, other))
+
+    return method
+
+
+def _is_operand(value: Any) -> bool:
+    return is_scalar(value) or isinstance(value, int | float | np.number)
+
+
+def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the method for a function of the number alone."""
+    return lambda self: compute(function, self)
+
+
+def _divmod(self: GraphScalar, other: Any) -> Any:
+    return self // other, self % other
+
+
+def _rdivmod(self: GraphScalar, other: Any) -> Any:
+    return other // self, other % self
+
+
+def _round(self: GraphScalar, digits: int | None = None) -> Any:
+    operands = (self,) if digits is None else (self, digits)
+    if not self.is_whole:
+        form = Form(digits is None, lambda number, *_: _rounded(number, digits))
+    elif digits is None or digits >= 0:
+        form = Form(True, lambda number, *_: number, _bounds_of(self))
+    else:
+        form = Form(True, lambda number, *_: _rounded_to(number, 10**-digits))
+    return compute(round, *operands, form=form)
+
+
+def _rounded(number: Tensor, digits: int | None) -> Tensor:
+    return torch.round(number).to(torch.int64) if digits is None else torch.round(number, decimals=digits)
+
+
+def _rounded_to(number: Tensor, unit: int) -> Tensor:
+    """The nearest multiple; of two that are as near the even one."""
+    below = number // unit
+    rest = 2 * (number - below * unit)
+    return (below + ((rest > unit) | ((rest == unit) & (below % 2 == 1)))) * unit
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "lshift", "rshift", "and_", "or_", "xor"):
+    _function = getattr(operator, _name)
+    setattr(GraphScalar, f"__{_name.rstrip('_')}__", _combining(_function, swapped=False))
+    setattr(GraphScalar, f"__r{_name.rstrip('_')}__", _combining(_function, swapped=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(GraphScalar, f"__{_name}__", _comparing(getattr(operator, _name)))
+for _name, _function in {
+    "neg": operator.neg,
+    "abs": abs,
+    "invert": operator.invert,
+    "trunc": math.trunc,
+    "floor": math.floor,
+    "ceil": math.ceil,
+}.items():
+    setattr(GraphScalar, f"__{_name}__", _of_one(_function))
+for _name, _method in {"divmod": _divmod, "rdivmod": _rdivmod, "round": _round}.items():
+    setattr(GraphScalar, f"__{_name}__", _method)
+
+
+def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the method for what needs the plain number."""
+    return lambda self: function(self.plain())
+
+
+setattr(GraphScalar, "__int__", _of_plain(int))  # noqa: B010 - the parent class declares that it raises
+setattr(GraphScalar, "__complex__", _of_plain(complex))  # noqa: B010
+for _name in ("is_integer", "as_integer_ratio", "conjugate", "hex"):  # which the parent class has
+    setattr(GraphScalar, _name, _of_plain(lambda number, name=_name: getattr(number, name)()))
+
+
+def _refusing(name: str, what: str) -> Callable[[HostScalar], Any]:
+    """Make the method for what needs a value."""
+    function = getattr(operator, name) if name == "index" else getattr(builtins, name)
+    return lambda self: function(self.outside()) if self.is_asked_by_others else self.refuse(what)
+
+
+for _name, _what in {
+    "float": "The step makes a float of",
+    "int": "The step makes an int of",
+    "index": "The step indexes with",
+    "bool": "The step branches on",
+    "hash": "The step looks something up by",
+}.items():
+    setattr(HostScalar, f"__{_name}__", _refusing(_name, _what))
