@@ -73,16 +73,21 @@ def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     return tuple(hook for hook in hooks if not isinstance(hook, OwnHook))
 
 
-def optimizer_steps_seen(on_step: Callable[[torch.optim.Optimizer], None]) -> AbstractContextManager[None]:
-    """For the length of the context, call ``on_step`` before an optimizer steps in this thread.
+def optimizer_steps_seen(
+    before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
+) -> AbstractContextManager[None]:
+    """For the length of the context, call ``before`` and ``after`` around each step of an optimizer in this thread.
 
     The wrapper that every optimizer has around its ``step`` looks for hooks there. A hook for all optimizers would be
     one of all threads, and guards of models compiled with their optimizers see it. Tried on 2.11 and 2.13.
     """
+    calls = {"_optimizer_step_pre_hooks": before, "_optimizer_step_post_hooks": after}
 
     def see(optimizer: Any, name: str, reader: FrameType) -> None:
-        if name == "_optimizer_step_pre_hooks" and reader.f_globals.get("__name__") == torch.optim.Optimizer.__module__:
-            on_step(optimizer)
+        call = calls.get(name)
+        is_wrapper = reader.f_code.co_name == "wrapper"  # and no function that registers hooks
+        if call is not None and is_wrapper and reader.f_globals.get("__name__") == torch.optim.Optimizer.__module__:
+            call(optimizer)
 
     return reads_seen(torch.optim.Optimizer, see)
 

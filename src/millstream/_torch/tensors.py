@@ -153,6 +153,13 @@ def is_same_view(left: Tensor, right: Tensor) -> bool:
     )
 
 
+def has_shared_memory(tensor: Tensor) -> bool:
+    """Whether another tensor has its memory, too, or part of it. Tried on 2.11 and 2.13."""
+    if tensor.layout is not torch.strided:
+        return False
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)  # it, and what Python sees of it
+
+
 def layout_check(tensors: Sequence[Tensor]) -> Callable[[], bool]:
     """A quick look whether each of ``tensors`` has its sizes, strides and dtype still, and its demand for a gradient.
 

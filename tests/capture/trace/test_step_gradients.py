@@ -119,3 +119,41 @@ def test_gradient_returned_by_the_step():
         return World(step, [model])
 
     check(make, batches(4, 6, 4), graphs=None)
+
+
+def state_in_many_forms(*, to_none):
+    """A step that returns gradients and state, as they are and as parts or copies of them."""
+    torch.manual_seed(0)
+    model = nn.BatchNorm1d(3)
+    opt = torch.optim.Adam(model.parameters(), 0.1)
+
+    def step(x):
+        opt.zero_grad(set_to_none=to_none)
+        model(x).pow(3).mean().backward()
+        opt.step()
+        gradient, average = model.weight.grad, opt.state[model.weight]["exp_avg"]
+        own = [gradient.detach(), gradient.data, gradient[1:], gradient.view(-1), gradient.clone()]
+        own += [model.weight.detach(), model.weight.data, model.weight[0], average.view(-1), model.running_mean[:2]]
+        objects = {"weight": model.weight, "average": average, "step": opt.state[model.weight]["step"]}
+        return own, objects, {"gradient": gradient, "list": [model.bias.grad]}
+
+    return step
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_what_a_step_returns_is_as_in_eager_after_later_calls(to_none):
+    """Also what the first call returned, which ran eagerly: parts of state are copies, state is itself."""
+    theirs = state_in_many_forms(to_none=to_none)
+    ours = Step(state_in_many_forms(to_none=to_none), build=interpret, strict=True)
+    kept, expected = [], []
+    for number in range(4):
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
+        own, objects, gradients = theirs(x)
+        kept.append(ours(x))
+        expected.append(([each.clone() for each in own], objects, gradients))
+        if not to_none:
+            assert kept[-1][2]["gradient"] is kept[0][2]["gradient"]
+    assert len(ours.graphs) == 1
+    for result, known in zip(kept, expected, strict=True):
+        assert_same(result, known)
+        assert all(result[1][name] is kept[0][1][name] for name in known[1])

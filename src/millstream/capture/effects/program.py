@@ -27,9 +27,9 @@ from millstream.locks import ForkSafeLock, released
 class Output:
     """Where a part of the result comes from: from the graph, from the host, or it is an argument or state itself."""
 
-    kind: str  # ``"graph"``, ``"argument"``, ``"object"`` or ``"host"``
+    kind: str  # ``"graph"``, ``"argument"``, ``"object"``, ``"gradient"`` or ``"host"``
     index: int = -1  # number of the graph's result or of the argument; ``-1`` otherwise
-    value: Any = None  # the object, or an expression
+    value: Any = None  # the object, the tensor whose gradient it is, or an expression
     needs: frozenset[Leaf] = frozenset()  # what the expression reads of the graph's results
 
 

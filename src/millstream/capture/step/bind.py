@@ -206,7 +206,7 @@ class StepState:
                 remedy="Pass a clone of it.",
             )
         # From here on nothing fails: only now may gradients be moved to where graphs have them.
-        before = self._settle_gradients(request.gradients)
+        before = self._settle_gradients(request.gradients, traced.kept)
         after = [
             (old if old is not None else self._grad_buffer(gradient)) if is_left else None
             for gradient, old, is_left in zip(request.gradients, before, traced.left, strict=True)
@@ -275,18 +275,21 @@ class StepState:
         used = {id(tensor) for graph in graphs for tensor in graph.guards.watched}
         self.grad_buffers = {key: buffer for key, buffer in self.grad_buffers.items() if key in used}
 
-    def _settle_gradients(self, gradients: Sequence[Gradient]) -> list[Tensor | None]:
-        """Bring the gradients that there are to where graphs have them, and return those places."""
+    def _settle_gradients(self, gradients: Sequence[Gradient], kept: Sequence[bool]) -> list[Tensor | None]:
+        """Bring the gradients that there are to where graphs have them, and return those places.
+
+        One that the step replaces is left alone: the caller may have it, as the result of an eager call.
+        """
         owners = {id(buffer): tensor for tensor, buffer in self.grad_buffers.values()}
         misplaced: list[tuple[Tensor, Tensor]] = []
-        for gradient in gradients:
+        for gradient, is_kept in zip(gradients, kept, strict=True):
             tensor, before = gradient.parameter, gradient.before
             if before is None:
                 continue
             known = self.grad_buffers.get(id(tensor))
             if known is None or not is_alike(before, known[1]):
-                is_anothers = owners.get(id(before), tensor) is not tensor
-                known = self.grad_buffers[id(tensor)] = (tensor, torch.empty_like(before) if is_anothers else before)
+                is_own = is_kept and owners.get(id(before), tensor) is tensor
+                known = self.grad_buffers[id(tensor)] = (tensor, before if is_own else torch.empty_like(before))
             if known[1] is not before:
                 misplaced.append(known)
         restore_gradients(misplaced)

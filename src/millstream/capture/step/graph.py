@@ -260,6 +260,8 @@ class StepGraph:
                 return results[output.index]
             if output.kind == "host":
                 return output.value(values)
+            if output.kind == "gradient":
+                return output.value.grad
             return arguments[output.index] if output.kind == "argument" else output.value
 
         self.effects.run(values, value_of)

@@ -203,7 +203,7 @@ class IslandStep(Step[P, R]):
         if self._shared is not None and self._disabled is None:
             self._refuse(self._shared)
         if self._disabled is not None:
-            return self._result_of(self.function(*args, **kwargs))
+            return self._result_of(self.function(*args, **kwargs), args, kwargs)
         if not self._is_watched:
             return self._run_watched(args, kwargs)
         if isinstance(self.function, MethodType):
@@ -240,7 +240,7 @@ class IslandStep(Step[P, R]):
         self._is_watched = call.num_edges >= 2 * self._num_regions or self._num_watched == MAX_WATCHED
         if call.error is not None:
             self._refuse(call.error)
-        return self._result_of(result)
+        return self._result_of(result, args, kwargs)
 
     def _refuse(self, error: CaptureError) -> None:
         """From now on run as plain Python."""
@@ -259,7 +259,7 @@ class _PartStep(Step[Any, Any]):
         self._name = "{}, lines {} to {},".format(whole._name, *part.lines)
         self.refusals = whole.refusals
 
-    def _result_of(self, result: Any) -> Any:
+    def _result_of(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
         return result
 
     def _with_region(self, error: CaptureError) -> CaptureError:

@@ -95,6 +95,7 @@ class Traced:
     replaced: list[tuple[int, Location]]
     written: list[bool]  # for each input, whether the graph writes it
     left: list[bool]  # for every gradient of the request, whether the step leaves one behind
+    kept: list[bool]  # and whether that is the same tensor as before
     structure: Structure  # structure of the result
     outputs: list[Output]  # its tensors and numbers
     questions: Questions  # what the program asked about the numbers

@@ -12,7 +12,7 @@ import copy
 import functools
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -25,9 +25,11 @@ from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.distributed.data_parallel import watch_wrapping
 from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import ambient
+from millstream._torch.tensors import has_shared_memory
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.state.discover import Found, discover
+from millstream.capture.state.lift import lift
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import (
     has_same,
@@ -342,9 +344,15 @@ class Step(Generic[P, R]):
                 hooks.callback(optimizer.register_step_post_hook(OwnHook(note)).remove)
             return self._run_plainly(call)
 
-    def _result_of(self, result: Any) -> Any:
+    def _result_of(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an eager call gives to the caller."""
-        return _detached(result)
+        return _detached(result, functools.partial(self._own_tensors, args, kwargs))
+
+    def _own_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+        """By id, the caller's own tensors: arguments, state and its gradients."""
+        call = self._calls.make(args, kwargs)
+        state = [entry.tensor for entry in lift(discover(self._roots(call)))]
+        return {*map(id, call.arguments), *map(id, state), *(id(each.grad) for each in state if each.grad is not None)}
 
     def _run_plainly(self, call: Call) -> Any:
         """Run the user's function as it is, but for gradients of DDP models, which all runs reduce alike."""
@@ -364,7 +372,7 @@ class Step(Generic[P, R]):
         with Session(self._replica, functools.partial(self._optimizers, call)).active():
             result = self.function(*call.args, **call.kwargs)
         is_open = not all(argument.is_leaf for argument in call.arguments)  # gradients are to reach beyond the step
-        return result if is_open else self._result_of(result)
+        return result if is_open else self._result_of(result, call.args, call.kwargs)
 
     def _with_region(self, error: CaptureError) -> CaptureError:
         """The same refusal with an eager region as another remedy, where that would work."""
@@ -651,13 +659,21 @@ def _one_shot_refusal(number: OneShot) -> CaptureError:
     )
 
 
-def _detached(result: Any) -> Any:
-    """A result as a graph would give it: without gradients, and sharing no memory with what the step keeps."""
+def _detached(result: Any, own: Callable[[], Container[int]]) -> Any:
+    """A result as a graph would give it: without gradients, and sharing no memory with what the step keeps.
+
+    Args:
+        result: Of an eager call.
+        own: Gives, by id, tensors of the caller's own, which are returned as they are.
+    """
     structure, leaves = tree_flatten(result)
-    if all(leaf.is_leaf and not leaf._is_view() for leaf in leaves):
+    if all(leaf.is_leaf and not has_shared_memory(leaf) for leaf in leaves):
         return result
+    kept = own() if any(leaf.is_leaf and has_shared_memory(leaf) for leaf in leaves) else ()
 
     def plain(leaf: Tensor) -> Tensor:
-        return leaf.detach().clone() if leaf._is_view() else leaf if leaf.is_leaf else leaf.detach()
+        if leaf.is_leaf:
+            return leaf if id(leaf) in kept or not has_shared_memory(leaf) else leaf.detach().clone()
+        return leaf.detach().clone() if leaf._is_view() else leaf.detach()
 
     return tree_unflatten(structure, [*map(plain, leaves)])

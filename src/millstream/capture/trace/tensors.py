@@ -43,6 +43,7 @@ class Leaving:
         memory: Storages of the inputs.
         copies: What is to be copied at the end, target first.
         left: Of each gradient, whether there is one at the end.
+        kept: Of each gradient, whether that is the one that there was, with other values.
         replaced: State that is read from its place in each call, by index.
         stored: By storage, where the step puts tensors of the graph.
     """
@@ -55,6 +56,7 @@ class Leaving:
     memory: set[int] = field(default_factory=set)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     left: list[bool] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)
     replaced: dict[int, Location] = field(default_factory=dict)
     stored: dict[int, str] = field(default_factory=dict)
     structure: Structure | None = None
@@ -101,6 +103,7 @@ class Leaving:
     def keep_gradients(self) -> None:
         gradients = [gradient.parameter.grad for gradient in self.request.gradients]
         self.left += [now is not None for now in gradients]
+        self.kept += [now is each.before for each, now in zip(self.request.gradients, gradients, strict=True)]
         kept = [buffer for now, buffer in zip(gradients, self.grad_buffers, strict=True) if now is buffer]
         taken = {storage_id(tensor) for tensor in (*kept, *(entry.tensor for entry in self.request.state))}
         for gradient, now, buffer in zip(self.request.gradients, gradients, self.grad_buffers, strict=True):
@@ -124,19 +127,14 @@ class Leaving:
         self.structure = open_structure(result, parts)
         _check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
         self._note_replaced(stored, parts)
-        arguments = {id(tensor): index for index, tensor in enumerate(self.request.arguments)}
-        for index in self.replaced:
-            arguments[id(self.request.state[index].tensor)] = len(arguments)
-        objects = {id(entry.tensor) for entry in self.request.state} - {id(target) for target, _ in self.copies}
+        own = self._own_outputs()
         taken = set(self.memory)
         results: list[Tensor] = []
         index_of: dict[int, int] = {}
 
-        def take(leaf: Tensor) -> Output:
-            if id(leaf) in arguments:
-                return Output("argument", arguments[id(leaf)])
-            if id(leaf) in objects:
-                return Output("object", value=leaf)
+        def take(leaf: Tensor, own: dict[int, Output] = own) -> Output:
+            if id(leaf) in own:
+                return own[id(leaf)]
             if not isinstance(leaf, FakeTensor):
                 self.report(ForeignTensor(leaf, ""))
             if id(leaf) not in index_of:
@@ -153,7 +151,8 @@ class Leaving:
                 results.append(plain)
             return Output("graph", index_of[id(leaf)])
 
-        self.outputs += (take(part) if is_tensor(part) else self.recorder.host_output(part) for part in parts)
+        returned = own | self._gradients_kept()
+        self.outputs += (take(part, returned) if is_tensor(part) else self.recorder.host_output(part) for part in parts)
         program = self.recorder.program
         for change in stored:
             if self.recorder.is_part and change.after.requires_grad and not change.after.is_leaf:
@@ -167,6 +166,25 @@ class Leaving:
                 self.stored[storage_id(change.after)] = str(change.location)
         self.effects = self.recorder.finish(self.outputs, results)
         return results
+
+    def _own_outputs(self) -> dict[int, Output]:
+        """By id, arguments and state, which are returned and stored as they are."""
+        assigned = {id(target) for target, _ in self.copies}
+        tensors = (entry.tensor for entry in self.request.state)
+        own = {id(tensor): Output("object", value=tensor) for tensor in tensors if id(tensor) not in assigned}
+        given = [*self.request.arguments, *(self.request.state[index].tensor for index in self.replaced)]
+        return own | {id(tensor): Output("argument", index) for index, tensor in enumerate(given)}
+
+    def _gradients_kept(self) -> dict[int, Output]:
+        """By id, gradients that are the same tensors before and after a call, which are returned as they are.
+
+        What crosses the edge of an eager region is a tensor of its own.
+        """
+        if self.recorder.is_part:
+            return {}
+        pairs = zip(self.request.gradients, self.kept, strict=True)
+        kept = (each for each, is_kept in pairs if is_kept and each.before is not None)
+        return {id(each.before): Output("gradient", value=each.parameter) for each in kept}
 
     def copy_back(self) -> None:
         """Do all copies as if at once: what one of them overwrites, another may read."""

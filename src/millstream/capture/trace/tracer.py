@@ -325,7 +325,6 @@ class _Tracer:
                 steps_are_masked(),
             ):
                 self.leaving.begin(functions.moved)
-                counts = widen_counts(optimizer for _, optimizer in self.request.found.optimizers)
                 functions.looked_at.clear()
                 functions.asked.clear()
                 session = TracedSession(
@@ -341,7 +340,6 @@ class _Tracer:
                 self._raise_failure()
                 self.looked_at, self.asked = {*functions.looked_at}, {*functions.asked}
                 with torch.no_grad():
-                    narrow_counts(counts, self.stepped)
                     self.leaving.check_attributes()
                     self.leaving.keep_data()
                     stored = self.changes.keep(self.leaving.copies)
@@ -580,8 +578,9 @@ class _Tracer:
 
     @contextlib.contextmanager
     def _optimizers_watched(self) -> Iterator[None]:
-        """Note which optimizers step; stop at one that the request does not have."""
+        """Note which optimizers step, with counts in double precision; stop at one that the request does not have."""
         known = {id(optimizer) for _, optimizer in self.request.found.optimizers}
+        counts: dict[int, list[Any]] = {}
 
         def meet(optimizer: Optimizer) -> None:
             if id(optimizer) not in known and Optimizer.__init__.__code__ in (self.ran.codes or ()):
@@ -599,9 +598,14 @@ class _Tracer:
             meet(optimizer)
             if optimizer not in self.stepped:
                 self.stepped.append(optimizer)
+            counts[id(optimizer)] = widen_counts(optimizer)
+
+        @torch.no_grad()
+        def on_done(optimizer: Optimizer) -> None:
+            narrow_counts(counts.pop(id(optimizer)))
 
         with (
-            optimizer_steps_seen(on_step),
+            optimizer_steps_seen(on_step, on_done),
             schedulers_are_recorded(self.recorder, self._note_failure, meet),
             other_generators_refused(self._note_failure),
         ):
@@ -698,6 +702,7 @@ class _Tracer:
             replaced=[*leaving.replaced.items()],
             written=[is_written[position] for position in kept],
             left=leaving.left,
+            kept=leaving.kept,
             structure=leaving.structure,
             outputs=leaving.outputs,
             questions=self.questions,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,33 +79,31 @@ def traceable(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             vars(optimizer)["_step_supports_amp_scaling"] = True
 
 
-_Count = tuple[Optimizer, dict[str, Any], Tensor, Tensor]
+_Count = tuple[dict[str, Any], Tensor, Tensor]
 
 
-def widen_counts(optimizers: Iterable[Optimizer]) -> list[_Count]:
-    """While tracing, give optimizers their step counts in double precision, where that costs little.
+def widen_counts(optimizer: Optimizer) -> list[_Count]:
+    """Give an optimizer that steps while it is traced its step counts in double precision, where that costs little.
 
     What they compute of a count and of nothing else an eager optimizer computes in Python's numbers. A GPU's kernels
     compute it for each element of a parameter, so it is done there only for parameters in double precision.
     """
     counts: list[_Count] = []
-    for optimizer in optimizers:
-        for parameter, entry in optimizer.state.items():
-            is_cheap = isinstance(parameter, Tensor) and (parameter.is_cpu or parameter.dtype == torch.float64)
-            count = entry.get("step") if is_cheap and isinstance(entry, dict) else None
-            if isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32:
-                wide = entry["step"] = count.to(torch.float64)
-                counts.append((optimizer, entry, count, wide))
+    for parameter, entry in optimizer.state.items():
+        is_cheap = isinstance(parameter, Tensor) and (parameter.is_cpu or parameter.dtype == torch.float64)
+        count = entry.get("step") if is_cheap and isinstance(entry, dict) else None
+        if isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32:
+            wide = entry["step"] = count.to(torch.float64)
+            counts.append((entry, count, wide))
     return counts
 
 
-def narrow_counts(counts: Iterable[_Count], stepped: Container[Optimizer]) -> None:
-    """Put the counts of optimizers that have stepped back into the tensors where they came from."""
-    for optimizer, entry, count, wide in counts:
+def narrow_counts(counts: Iterable[_Count]) -> None:
+    """Put counts back into the tensors where they came from."""
+    for entry, count, wide in counts:
         if entry.get("step") is wide:
             entry["step"] = count
-            if optimizer in stepped:
-                count.copy_(wide)
+            count.copy_(wide)
 
 
 @contextlib.contextmanager
