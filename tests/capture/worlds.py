@@ -136,24 +136,27 @@ def check(
     return step
 
 
-def plain(model, opt):
+def plain(model, opt, *, leaves_gradients=False):
     """A step of training as most are written."""
 
     def step(x, y):
+        if leaves_gradients:
+            opt.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         opt.step()
-        opt.zero_grad()
+        if not leaves_gradients:
+            opt.zero_grad()
         return loss
 
     return step
 
 
-def mlp(optimizer, lr=0.05, scheduler=None):
+def mlp(optimizer, lr=0.05, scheduler=None, *, leaves_gradients=False):
     """A network whose every parameter has a gradient that is not zero."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     opt = optimizer(model.parameters(), lr)
-    world = World(plain(model, opt), [model], [opt])
+    world = World(plain(model, opt, leaves_gradients=leaves_gradients), [model], [opt])
     world.plan = scheduler(opt) if scheduler else None
     return world
 

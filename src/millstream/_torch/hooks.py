@@ -13,6 +13,7 @@ import torch
 import torch.nn.modules.module as nn_module
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils.hooks import RemovableHandle
 
 from millstream._torch.tracing import reads_seen
@@ -90,6 +91,14 @@ def optimizer_steps_seen(
             call(optimizer)
 
     return reads_seen(torch.optim.Optimizer, see)
+
+
+def runs_foreach(group: dict[str, Any]) -> bool:
+    """Whether an eager optimizer takes its foreach form for a parameter group. Tried on 2.11 and 2.13."""
+    if group.get("fused") or group.get("foreach") is not None:
+        return not group.get("fused") and bool(group["foreach"])
+    devices = _get_foreach_kernels_supported_devices()
+    return not group.get("differentiable") and all(each.device.type in devices for each in group["params"])
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

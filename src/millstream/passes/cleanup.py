@@ -6,7 +6,7 @@ The passes change ``gm.graph`` in place; ``gm.recompile()`` is left to their cal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -89,7 +89,12 @@ def _powers_less_one(graph: fx.Graph, steps: Sequence[fx.Node], log: float, *, i
 
 def written_storages(gm: fx.GraphModule) -> set[int]:
     """Storages (of the fake values in ``node.meta``) that the graph's operators write."""
-    return {storage_id(tensor) for argument in _written_arguments(gm) for tensor in _values(argument)}
+    return storages_written_by(gm.graph.nodes)
+
+
+def storages_written_by(nodes: Iterable[fx.Node]) -> set[int]:
+    """The same for some of its nodes."""
+    return {storage_id(tensor) for argument in _written_arguments(nodes) for tensor in _values(argument)}
 
 
 def written_inputs(gm: fx.GraphModule) -> set[fx.Node]:
@@ -104,15 +109,15 @@ def written_inputs(gm: fx.GraphModule) -> set[fx.Node]:
             if seen is not None:
                 roots[node] = roots[seen]
     found: set[fx.Node] = set()
-    for argument in _written_arguments(gm):
+    for argument in _written_arguments(gm.graph.nodes):
         nodes = argument if isinstance(argument, (list, tuple)) else [argument]
         found.update(roots[node] for node in nodes if node in roots)
     return found
 
 
-def _written_arguments(gm: fx.GraphModule) -> Iterator[Any]:
+def _written_arguments(nodes: Iterable[fx.Node]) -> Iterator[Any]:
     """Each argument that an operator writes: a node, a list of nodes, or nothing."""
-    for node in gm.graph.nodes:
+    for node in nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue

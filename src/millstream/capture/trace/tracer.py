@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +110,13 @@ from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.data_parallel import TracedSession
 from millstream.capture.trace.patches.numbers import json_takes_scalars, math_takes_scalars
-from millstream.capture.trace.patches.optimizers import narrow_counts, schedulers_are_recorded, traceable, widen_counts
+from millstream.capture.trace.patches.optimizers import (
+    SparedGradients,
+    narrow_counts,
+    schedulers_are_recorded,
+    traceable,
+    widen_counts,
+)
 from millstream.capture.trace.patches.randomness import RandomState, other_generators_refused
 from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_number, is_scalar
 from millstream.capture.trace.sizes import TracedSizes
@@ -227,7 +234,7 @@ class _Tracer:
                 math_takes_scalars(),
                 json_takes_scalars(),
                 unchecked_distributions(),
-                traceable([optimizer for _, optimizer in request.found.optimizers]),
+                traceable([optimizer for _, optimizer in request.found.optimizers]) as spared,
             ):
                 self.snapshot = Snapshot(request.found, self.ran)
                 self.changes = Changes(request, self.questions, self.recorder, self.snapshot, self.ran, self.numbers)
@@ -236,7 +243,7 @@ class _Tracer:
                 self.caches = CachesUnfilled(cached, lambda name: self._report(StateMissing(f"{name}'s cache")))
                 with (
                     record_module_reads(self._on_forward, self.ran),
-                    self._optimizers_watched(),
+                    self._optimizers_watched(spared),
                     self.caches if cached else contextlib.nullcontext(),
                 ):
                     inputs = [*state, *self.leaving.grad_buffers, *request.arguments]
@@ -577,10 +584,14 @@ class _Tracer:
             self._report(FoundLate(type(module).__name__, module, ""))
 
     @contextlib.contextmanager
-    def _optimizers_watched(self) -> Iterator[None]:
-        """Note which optimizers step, with counts in double precision; stop at one that the request does not have."""
+    def _optimizers_watched(self, spared: list[Tensor]) -> Iterator[None]:
+        """Note which optimizers step, with counts in double precision; stop at one that the request does not have.
+
+        Args:
+            spared: Parameters whose gradients they leave as they are.
+        """
         known = {id(optimizer) for _, optimizer in self.request.found.optimizers}
-        counts: dict[int, list[Any]] = {}
+        ending: dict[int, list[Callable[[], object]]] = {}
 
         def meet(optimizer: Optimizer) -> None:
             if id(optimizer) not in known and Optimizer.__init__.__code__ in (self.ran.codes or ()):
@@ -598,11 +609,16 @@ class _Tracer:
             meet(optimizer)
             if optimizer not in self.stepped:
                 self.stepped.append(optimizer)
-            counts[id(optimizer)] = widen_counts(optimizer)
+            with torch.no_grad():
+                own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+                gradients = SparedGradients(each for each in spared if id(each) in own)
+                counts = widen_counts(optimizer)
+            ending[id(optimizer)] = [functools.partial(narrow_counts, counts), gradients.put_back]
 
         @torch.no_grad()
         def on_done(optimizer: Optimizer) -> None:
-            narrow_counts(counts.pop(id(optimizer)))
+            for end in ending.pop(id(optimizer), ()):
+                end()
 
         with (
             optimizer_steps_seen(on_step, on_done),

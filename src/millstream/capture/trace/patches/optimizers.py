@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from millstream._torch.tracing import patched
+from millstream._torch.hooks import runs_foreach
+from millstream._torch.tensors import storage_id
+from millstream._torch.tracing import graph_being_traced, patched
 from millstream.capture.effects.outputs import with_subclasses
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.values import Returned
@@ -21,6 +24,7 @@ from millstream.capture.state.location import Location, SequenceItems, Shared
 from millstream.capture.step.request import NumberInput
 from millstream.capture.trace.scalars import is_number, is_scalar, is_whole
 from millstream.errors import CaptureError
+from millstream.passes.cleanup import storages_written_by
 
 _TRACEABLE = {"capturable": True, "fused": False, "foreach": True}
 """Flags under which an optimizer of PyTorch reads no values.
@@ -60,9 +64,13 @@ def numbers_of(optimizer: Optimizer) -> Iterator[NumberInput]:
 
 
 @contextlib.contextmanager
-def traceable(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """For the length of the context, make ``optimizers`` take the path that reads no values. The flags are put back."""
+def traceable(optimizers: Iterable[Optimizer]) -> Iterator[list[Tensor]]:
+    """For the length of the context, make ``optimizers`` take the path that reads no values. The flags are put back.
+
+    Yields parameters whose gradients an eager step leaves alone, as its form is not that for lists.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    spared = [each for group in groups if "foreach" in group and not runs_foreach(group) for each in group["params"]]
     before = [{key: group[key] for key in _TRACEABLE if key in group} for group in groups]
     # A fused optimizer lets a GradScaler hand its scale to the kernel; unfused, it would drop it.
     fused = [optimizer for optimizer in optimizers if vars(optimizer).get("_step_supports_amp_scaling")]
@@ -71,12 +79,34 @@ def traceable(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     for optimizer in fused:
         vars(optimizer)["_step_supports_amp_scaling"] = False
     try:
-        yield
+        yield spared
     finally:
         for group, flags in zip(groups, before, strict=True):
             group.update(flags)
         for optimizer in fused:
             vars(optimizer)["_step_supports_amp_scaling"] = True
+
+
+class SparedGradients:
+    """Gradients as an optimizer finds them, to be put back where its form for lists writes to them in place.
+
+    SGD's does for Nesterov's momentum, and that of no other optimizer of PyTorch.
+
+    Args:
+        parameters: Whose gradients it may write to.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._found = [(each.grad, each.grad.clone()) for each in parameters if each.grad is not None]
+        self._nodes = graph_being_traced().nodes
+        self._num_nodes = len(self._nodes)
+
+    def put_back(self) -> None:
+        """Undo what was written to them; of the others the graph keeps no copy."""
+        written = storages_written_by([*islice(self._nodes, self._num_nodes, None)])
+        for gradient, before in self._found:
+            if storage_id(gradient) in written:
+                gradient.copy_(before)
 
 
 _Count = tuple[dict[str, Any], Tensor, Tensor]
