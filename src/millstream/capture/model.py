@@ -37,8 +37,10 @@ from millstream._torch.compiler.dynamo_errors import drop_logs_of_fake_tensors, 
 from millstream._torch.compiler.lookups import compile_for
 from millstream._torch.distributed.data_parallel import call_around
 from millstream._torch.hooks import HOOKS_OF_MODULE, count_hooks, hooks_of_all_modules
+from millstream._torch.operators import is_differentiated_outside
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
+from millstream.capture.trace.unsupported import within_transform
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user, why_disabled
 from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure
 from millstream.progress import showing
@@ -102,6 +104,9 @@ class Compiler:
             new = {id(each): each for each in (*gm.parameters(), *gm.buffers())}
             self._versions += (each._version for key, each in new.items() if key not in self._folded)
             self._folded |= new
+        if is_differentiated_outside():  # where it is torch.compile's backend
+            self.warn(str(within_transform()))
+            return gm.forward
         builder, graph = self.new_builder(self.warn), Graph()
 
         def finish(lowered: Lowered | LoweredForSizes) -> Runnable:
@@ -236,6 +241,9 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling() or self._is_disabled:  # the first: part of another capture
+            return self._function(*args, **kwargs)
+        if is_differentiated_outside():
+            self.compiler.warn(str(within_transform()))
             return self._function(*args, **kwargs)
         if self._scripted:
             self.compiler.warn(self._scripted)

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from millstream._torch.backward import backward_watched, reaches_before
 from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.hooks import hook_leaf
+from millstream._torch.operators import is_differentiated_outside
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number
 from millstream.capture.effects.recorder import recorder_of_thread
@@ -196,6 +197,8 @@ class IslandStep(Step[P, R]):
         """Run the step."""
         if (torch.compiler.is_compiling() and is_compiling()) or torch.is_inference_mode_enabled():
             return self.function(*args, **kwargs)
+        if is_differentiated_outside():
+            return self._run_within_transform(args, kwargs)
         with Session().active():
             return self._run(args, kwargs)  # type: ignore[no-any-return]
 

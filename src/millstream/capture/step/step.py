@@ -25,6 +25,7 @@ from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.distributed.data_parallel import watch_wrapping
 from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import ambient
+from millstream._torch.operators import is_differentiated_outside
 from millstream._torch.tensors import has_shared_memory
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
@@ -61,7 +62,13 @@ from millstream.capture.step.split import lines_for_a_region
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
 from millstream.capture.trace.scalars import is_number
 from millstream.capture.trace.tracer import trace_step, tracing_alone
-from millstream.capture.trace.unsupported import check_function, check_modes, check_profiler, check_supported
+from millstream.capture.trace.unsupported import (
+    check_function,
+    check_modes,
+    check_profiler,
+    check_supported,
+    within_transform,
+)
 from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
 from millstream.data_parallel.session import Session
@@ -226,6 +233,8 @@ class Step(Generic[P, R]):
             torch.compiler.is_compiling() and is_compiling()
         ) or torch.is_inference_mode_enabled():  # part of another capture; no training
             return self.function(*args, **kwargs)
+        if is_differentiated_outside():
+            return self._run_within_transform(args, kwargs)
         with self._lock.lock:  # a call reads numbers, runs and writes numbers before the next one does
             usual = self._cache.usual if not self.check else None
             if usual is not None and usual.specs is not None and not kwargs:
@@ -262,6 +271,10 @@ class Step(Generic[P, R]):
             with releasable(self._lock.lock):
                 return self._call_slowly(call)
 
+    def _run_within_transform(self, args: Any, kwargs: Any) -> Any:
+        self._note_obstacle({}, within_transform())
+        return self.function(*args, **kwargs)
+
     def _run_whole(self, graph: StepGraph, arguments: list[Tensor]) -> Any:
         """Run a graph; where its kernels run within the call, an interrupt comes before or after."""
         if not graph.has_calls:
@@ -296,7 +309,7 @@ class Step(Generic[P, R]):
             if self._num_one_shot > MAX_ONE_SHOT:
                 error = _one_shot_refusal(number)
         except NotNow as obstacle:
-            self._note_obstacle(call, obstacle.error)
+            self._note_obstacle(call.signature, obstacle.error)
             done = functools.partial(self._run_plainly, call)
         except CaptureError as refusal:
             error = self._with_region(refusal)
@@ -601,12 +614,12 @@ class Step(Generic[P, R]):
         self._note_refusal(call, error)
         return result
 
-    def _note_obstacle(self, call: Call, error: CaptureError) -> None:
+    def _note_obstacle(self, signature: dict[str, str], error: CaptureError) -> None:
         """Tell once why calls run as plain Python for now."""
         if self.strict:
             raise error from None
         if not any(str(error) == str(refusal.error) for refusal in self.refusals):
-            self.refusals.append(Fallback(call.signature, error))
+            self.refusals.append(Fallback(signature, error))
             warn_user(f"{self._name} runs as plain Python for now: {error}")
 
     def _note_refusal(self, call: Call, error: CaptureError) -> None:

@@ -75,6 +75,14 @@ def check_function(function: Callable[..., Any]) -> None:
         )
 
 
+def within_transform() -> CaptureError:
+    """Why what is called within ``torch.func.jvp`` and its like, whose tensors a graph does not know, runs eagerly."""
+    return CaptureError(
+        "It is called within a transform such as torch.func.grad or vmap, or with forward-mode differentiation on.",
+        remedy="Compile the function that does that; what is compiled here runs as plain Python there.",
+    )
+
+
 def check_modes() -> None:
     """Refuse modes of the caller's that see or change each operator: a graph has them no more.
 
