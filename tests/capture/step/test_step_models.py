@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import millstream as ms
 from millstream.capture import Step
 from tests.capture.worlds import World, assert_same, batches, check, interpret
 from tests.networks import ALL, ResNet, example
@@ -478,6 +479,37 @@ def test_functional_transforms():
         return World(step, [model])
 
     check(make, batches(4, 6, 4))
+
+
+def test_ensembles_have_their_base_model_on_meta():
+    def make():
+        models = [nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval() for _ in range(3)]
+        stacked, buffers = torch.func.stack_module_state(models)
+        base = copy.deepcopy(models[0]).to("meta")
+        ensemble = nn.ParameterList(stacked.values())
+        optimizer = torch.optim.Adam(ensemble, 0.05)
+
+        def call(parameters, buffers, x):
+            return torch.func.functional_call(base, (parameters, buffers), (x,))
+
+        def step(x, y):
+            results = torch.func.vmap(call, (0, 0, None))(dict(zip(stacked, ensemble, strict=True)), buffers, x)
+            loss = F.cross_entropy(results.flatten(0, 1), y.repeat(3))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return World(step, [ensemble], [optimizer])
+
+    check(make, batches(4, 6, 4))
+
+
+def test_state_on_meta_is_refused():
+    state = torch.zeros(3, device="meta")
+    step = Step(lambda x: (x + 1, state.add_(1)), build=interpret)
+    with pytest.warns(ms.FallbackWarning, match="state, which is on meta"):
+        assert torch.equal(step(torch.ones(3))[0], torch.full((3,), 2.0))
 
 
 def test_lazy_modules():

@@ -108,8 +108,9 @@ def _check_liftable(name: str, tensor: Tensor) -> None:
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:
-    """Where a graph over these runs: where the first is that is not on the host, if one is."""
-    return next((tensor.device for tensor in tensors if not tensor.is_cpu), torch.device("cpu"))
+    """Where a graph over these runs: where the first is that is not on the host, if one is; ``meta`` is no place."""
+    elsewhere = (tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_meta))
+    return next(elsewhere, torch.device("cpu"))
 
 
 def find_host_scalars(state: Sequence[Lifted]) -> dict[int, torch.device]:

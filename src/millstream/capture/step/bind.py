@@ -185,7 +185,8 @@ class StepState:
         """Put real tensors to the inputs of a traced graph.
 
         Raises:
-            CaptureError: An argument shares memory with another or with state, and one of them is written.
+            CaptureError: An argument shares memory with another or with state, and one of them is written, or the graph
+                has state that is on meta.
         """
         static: list[Tensor] = []
         names: list[str] = []
@@ -193,6 +194,11 @@ class StepState:
         for index in traced.state:
             entry = request.state[index]
             names.append(entry.name)
+            if entry.tensor.is_meta:
+                raise CaptureError(
+                    f"The step computes with {entry.name}, which is on meta and has no values.",
+                    remedy="Keep what it computes with on a device.",
+                )
             if index in request.host_scalars:
                 device_scalars.append(_device_scalar(entry, request.host_scalars[index]))
                 static.append(device_scalars[-1].slot.tensor)
