@@ -19,7 +19,7 @@ from millstream._torch import workarounds
 from millstream._torch.compiler.lookups import compile_for
 from millstream.lower import compile as compiling
 from millstream.lower.workarounds import WORKAROUNDS, decompose, lowering, options, tracing, without
-from tests.lower.workarounds import test_kept_reads, test_ordering, test_patterns, test_pooling, test_tiles
+from tests.lower.workarounds import test_copies, test_kept_reads, test_ordering, test_patterns, test_pooling, test_tiles
 
 
 def shuffle():
@@ -240,6 +240,11 @@ SHOWN_BY = {
     "pytorch#197094": train_complex_parameters,
     "pytorch#198031": give_operators_copies,
     "expanded-scatter": scatter_into_expanded,
+    "pytorch#197829": lambda: test_copies.assert_right([test_copies.mix_in_place], "step"),
+    "pytorch#198094": lambda: test_copies.assert_right([test_copies.return_edited], "step"),
+    "pytorch#198101": lambda: test_copies.assert_right([test_copies.read_bits], "compile", [1]),
+    "pytorch#198131": lambda: test_copies.assert_right([test_copies.remember, test_copies.swap], "step"),
+    "pytorch#198270": lambda: test_copies.assert_right([test_copies.flip_what_was_put], "step"),
     "foreach-reads": train_parameters_by_each_other,
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
 }

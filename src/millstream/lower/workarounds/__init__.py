@@ -1,7 +1,7 @@
 """Faults of PyTorch's compiler, and what is done about each: a module for each.
 
 They are in folders by the stage of the compiler that they change: ``decompositions`` of operators, the ``joint_graph``
-of forward and backward, and ``kernels``, how they are scheduled and written.
+of forward and backward, either's graph ``post_grad``, and ``kernels``, how they are scheduled and written.
 
 The list has all workarounds there are, also those for other parts of PyTorch, which are in ``millstream._torch``. Each
 says which versions need it, can be switched off (``MILLSTREAM_WITHOUT=pytorch#185873,pytorch#197039``), and has a test
@@ -46,7 +46,11 @@ from millstream.lower.workarounds.kernels import (
     pytorch_193061,
     pytorch_195402,
     pytorch_196681,
+    pytorch_197829,
+    pytorch_198101,
+    pytorch_198270,
 )
+from millstream.lower.workarounds.post_grad import pytorch_198094, pytorch_198131
 
 __all__ = ["WORKAROUNDS", "JointPasses", "Workaround", "decompose", "lowering", "options", "tracing", "without"]
 
@@ -73,6 +77,11 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_198031.WORKAROUND,
     pytorch_198119.WORKAROUND,
     expanded_scatter.WORKAROUND,
+    pytorch_197829.WORKAROUND,
+    pytorch_198094.WORKAROUND,
+    pytorch_198101.WORKAROUND,
+    pytorch_198131.WORKAROUND,
+    pytorch_198270.WORKAROUND,
     foreach_reads.WORKAROUND,
 )
 

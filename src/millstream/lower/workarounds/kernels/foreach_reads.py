@@ -16,11 +16,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch._inductor import ir, lowering
-from torch._inductor.dependencies import Dep, extract_read_writes
+from torch._inductor import lowering
 from torch._inductor.virtualized import V
 
 from millstream._torch.workarounds import Workaround, replaced
+from millstream.lower.workarounds.kernels.reads import read_before
 
 #: By device: the items of a list, each the number of its result, and the arguments for it, its destination first.
 _Groups = Mapping[Any, list[tuple[int, Any]]]
@@ -43,33 +43,7 @@ def _read_before_writing() -> Iterator[None]:
 
 
 def _read_all(args: Sequence[Any], written: set[str]) -> tuple[Any, ...]:
-    return args[0], *(_read(arg, args[0], written) for arg in args[1:])
-
-
-def _read(arg: Any, destination: ir.TensorBox, written: set[str]) -> Any:
-    """An argument, computed by now where it reads what is written, but for its own destination at the same place."""
-
-    def reads_written() -> bool:
-        return any(dep.name in written for dep in _reads(arg) - _reads(destination))
-
-    if not isinstance(arg, ir.TensorBox) or written.isdisjoint(arg.get_read_names()):  # which is quickly asked
-        return arg
-    if reads_written():
-        arg.realize()
-        if reads_written():  # it is one of them, or a view of one
-            arg = ir.Pointwise.create(
-                device=arg.get_device(),
-                dtype=arg.get_dtype(),
-                inner_fn=arg.make_loader(),
-                ranges=list(arg.get_size()),
-            )
-            arg.realize()
-    return arg
-
-
-def _reads(box: ir.TensorBox) -> set[Dep]:
-    with ir.patch.object(ir.FlexibleLayout, "allow_indexing", True):
-        return set(extract_read_writes(box.make_loader(), box.get_size()).reads)
+    return args[0], *(read_before(arg, written, args[0]) for arg in args[1:])
 
 
 WORKAROUND = Workaround(
