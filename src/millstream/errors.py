@@ -102,6 +102,10 @@ class LoweringError(MillstreamError):
         self.construct = construct
 
 
+class MisreadError(LoweringError):
+    """PyTorch's compiler made a program that would use a value after it has been overwritten."""
+
+
 class DeviceError(MillstreamError):
     """A place is unknown, absent, already closed, or has failed."""
 

@@ -31,7 +31,7 @@ from millstream import progress
 from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import traces_unnoticed
-from millstream.errors import ArgumentError, LoweringError, MillstreamError, did_you_mean
+from millstream.errors import ArgumentError, LoweringError, MillstreamError, MisreadError, did_you_mean
 from millstream.lower import workarounds
 from millstream.lower.convolutions.horizontal_fusion import find_joint_launches, fuse_horizontally
 from millstream.lower.convolutions.kernels.async_compile import Launch, compiling
@@ -44,12 +44,14 @@ from millstream.lower.convolutions.passes.strides import keep_strides
 from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
 from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.failures import other_tries
+from millstream.lower.inductor.accesses import check_values, noting
 from millstream.lower.inductor.checks_first import check_classes, checks_first
 from millstream.lower.inductor.fx_wrapper import collect_wrappers
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
 from millstream.lower.inductor.shortcuts import no_collections, shortcuts
 from millstream.lower.kept import Found, Record, open_record
+from millstream.lower.plain import plain_forward
 from millstream.lower.program import Program
 from millstream.lower.segments import Segments, cut, has_collectives
 from millstream.lower.symbolic import SymbolicProgram
@@ -213,15 +215,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         try:
             return _try_in_turn(attempt)
         except Exception as error:  # noqa: BLE001  whatever private Inductor code raises: plain Inductor is always possible
-            refuse(error, "on plain torch.compile")
-        fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
-        try:
-            with inductor_config.patch({**workarounds.options(), **options}):
-                return compile_fx_inner(fresh, example_inputs, **kwargs)
-        except Exception as error:  # noqa: BLE001  as above: plain Python is always possible
-            _forget_attempt()
-            refuse(getattr(error, "inner_exception", error), "as plain Python")
-            return _boxed(lambda inputs: graph.forward(*inputs))
+            return _run_otherwise(error, graph, example_inputs, kwargs, options, refuse)
 
     with (
         compile_lock,  # in torch 2.11 options are those of all threads
@@ -261,6 +255,28 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
             refuse(error, "as plain Python")
             gm.graph = original
             return gm.forward
+
+
+def _run_otherwise(
+    error: Exception,
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+    refuse: Refuse,
+) -> Any:
+    """What runs a graph that could not be lowered: plain Inductor, or where that fails plain Python."""
+    if not isinstance(error, MisreadError):  # plain Inductor would make the same program, and say nothing
+        refuse(error, "on plain torch.compile")
+        fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+        try:
+            with inductor_config.patch({**workarounds.options(), **options}):
+                return compile_fx_inner(fresh, inputs, **kwargs)
+        except Exception as other:  # noqa: BLE001  as above: plain Python is always possible
+            _forget_attempt()
+            error = getattr(other, "inner_exception", other)
+    refuse(error, "as plain Python")
+    return _boxed(plain_forward(graph))
 
 
 def _try_in_turn(attempt: Callable[[dict[str, Any]], Any]) -> Any:
@@ -371,6 +387,7 @@ def _lower_anew(
     with (
         compiling(launches),
         collect_wrappers(options) as wrappers,
+        noting() as notes,
         shortcuts(),
         knows_own_convolutions(),
         checks_first(),
@@ -380,6 +397,7 @@ def _lower_anew(
         compile_fx_inner(graph, inputs, **arguments)
         progress.phase("planning")
         aligned = aligned_inputs(inputs)
+    check_values(notes)
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
     symbolic = symbolic or is_symbolic(tree_leaves([(node.args, node.kwargs) for node in wrappers[-1].graph.nodes]))
