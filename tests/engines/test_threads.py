@@ -338,6 +338,19 @@ def test_intra_op_threads_are_divided():
     assert seen == {("MainThread", 3, False), ("millstream-stream-1", 1, False)}
 
 
+def test_all_threads_flush_numbers_that_are_almost_zero_if_the_caller_does():
+    function, x = lambda x, y: (x.cumsum(0).cumsum(0), y.cumsum(0).cumsum(0)), torch.full((4, 4), 1e-39)
+    compiled = ms.compile(function, engine="threads", streams=2, strict=True)
+    assert all(part.all() for part in settled(compiled, x, x.clone()))
+    assert executables(compiled)[0].num_streams == 2
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot")
+    try:
+        assert not any(part.any() for part in compiled(x, x.clone()))
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_numbers_of_threads_are_those_of_one_thread():
     torch_cpu = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libtorch_cpu.*"))))
     functions = [getattr(torch_cpu, f"mkl_serv_get_{name}", None) for name in ("max_threads", "dynamic")]

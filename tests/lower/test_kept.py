@@ -145,7 +145,7 @@ def test_another_program_is_missed(folder, changed):
         take_steps(**changed)
 
 
-@pytest.fixture(params=["source", "version", "variable", "switch", "precision", "threads", "workaround"])
+@pytest.fixture(params=["source", "version", "variable", "switch", "precision", "newer", "threads", "workaround"])
 def another_world(request, monkeypatch):
     key._machine.cache_clear()
     threads = torch.get_num_threads()
@@ -159,6 +159,8 @@ def another_world(request, monkeypatch):
         torch.use_deterministic_algorithms(True)
     elif request.param == "precision":
         torch.set_float32_matmul_precision("high")
+    elif request.param == "newer":
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     elif request.param == "threads":
         torch.set_num_threads(threads + 1)
     else:

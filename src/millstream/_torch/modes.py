@@ -8,19 +8,24 @@ import torch
 from torch.utils._device import DeviceContext
 
 from millstream._torch.compiler.dynamo import compiles_elsewhere
+from millstream._torch.switches import present
 
 #: Whether this thread computes in other types on any device. Tried on 2.11 and 2.13.
 any_autocast: Any = torch._C._is_any_autocast_enabled
 
+_cuda: Any = torch.cuda
+
 
 def ambient() -> tuple[Any, ...]:
-    """Modes of this thread under which a step runs and which its graph depends on; asked in every call."""
-    modes = modes_of_caller()
+    """Switches and modes of this thread under which a step runs and which its graph depends on; asked in every call."""
+    modes: tuple[Any, ...] = (present(), torch.is_grad_enabled(), *modes_of_caller())
     if torch._C._is_any_autocast_enabled():
         dtypes = (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
-        on = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        return (torch.is_grad_enabled(), torch.get_default_dtype(), *on, *dtypes, *modes)
-    return (torch.is_grad_enabled(), torch.get_default_dtype(), *modes)
+        on = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.is_autocast_cache_enabled()
+        modes = (*modes, *on, *dtypes)
+    if len(_cuda.default_generators) > 1 and _cuda.is_initialized():  # there are several devices
+        return (*modes, torch._C._cuda_getDevice())
+    return modes
 
 
 def modes_of_caller() -> tuple[Any, ...]:

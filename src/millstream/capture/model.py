@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from millstream._torch.compiler.compile_signals import COMPILE_SIGNALS
 from millstream._torch.compiler.dynamo import (
     DuringCalls,
+    guard_switches,
     is_compiling,
     known_obstacles,
     num_refused_forms,
@@ -41,12 +42,17 @@ from millstream._torch.operators import is_differentiated_outside
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.capture.trace.unsupported import within_transform
+from millstream._torch.switches import IN_GRAPHS
+from millstream.device.switches import install_later
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user, why_disabled
 from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure
 from millstream.progress import showing
 
 #: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
 RECOMPILE_LIMIT = 64
+
+#: After so many it is worth it to compile what asks for PyTorch's switches.
+MANY_RUNS = 32
 
 #: Parameters of a frozen model may be loaded so many times; each time it is compiled anew.
 MAX_FOLDED_ANEW = 8
@@ -95,6 +101,10 @@ class Compiler:
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile a graph that Dynamo captured."""
+        guard_switches()
+        if setter := next((node.target for node in gm.graph.nodes if node.target in IN_GRAPHS), None):
+            self.warn(f"a graph runs as plain Python, as it calls {setter.__name__}, which no compiled graph does.")
+            return gm.forward
         if any(isinstance(value, torch.Tensor) and is_lazy_view(value) for value in inputs):
             self.warn(f"a graph runs as plain Python, as an input is a conjugated or negated view. {RESOLVE_REMEDY}")
             return gm.forward
@@ -125,6 +135,8 @@ class Compiler:
         @functools.wraps(run)
         def call(*args: Any) -> Any:
             self.num_runs += 1
+            if self.num_runs == MANY_RUNS:
+                install_later()
             graph.last_used = self.num_runs
             COMPILE_SIGNALS.handle()
             return run(*args)

@@ -107,11 +107,6 @@ def draws_random_numbers(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
-def float32_precision() -> str:
-    """How exactly PyTorch's libraries multiply in float32 on CUDA devices at present: matrices, and convolutions."""
-    return " ".join(torch._C._get_fp32_precision_getter("cuda", what) for what in ("matmul", "conv"))
-
-
 @cache
 def _mutable_names(target: Any, training: bool) -> frozenset[str]:
     """Names of the arguments that an operator writes.

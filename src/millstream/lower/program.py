@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from millstream._torch.switches import present
 from millstream.graph import KernelGraph
-from millstream.lower.operators import float32_precision
 
 OWN_KERNELS = frozenset({"dense", "depthwise", "reduce_partials", "convert"})
 """Names of the kernels of ``lower/convolutions``, as a device knows them."""
@@ -129,11 +129,12 @@ class Program:
     def code(self, kernel: int) -> str:
         """Return what decides how long a kernel takes, beside the sizes of its buffers: its source and arguments.
 
-        What a library does in float32 depends on the precision that is asked of it at present.
+        What a library does depends on the present switches, such as the precision that is asked of it.
         """
         call = self.calls[kernel]
         source = getattr(getattr(getattr(call.target, "__self__", None), "fn", None), "src", "")
-        source = source or f"{self.graph.kernels[kernel].name} {float32_precision()}"
+        own = self.graph.kernels[kernel]
+        source = source or f"{own.name} {present().digest(own.device.partition(':')[0])}"
         return f"{source}{self._shapes((call.args, call.kwargs))!r}"
 
     def _shapes(self, tree: Any) -> Any:

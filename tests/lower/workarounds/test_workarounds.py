@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._inductor.codecache import PersistentCache
 
 import millstream as ms
 from millstream._torch import workarounds
@@ -222,6 +223,15 @@ def call_from_threads():
     assert num_compiled == len(inputs)
 
 
+def tune_with_the_newer_precision():
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        with lowering():
+            assert PersistentCache().lookup([], "mm", "inputs", lambda choices: {}) == {}
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
 SHOWN_BY = {
     "pytorch#118260": call_from_threads,
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
@@ -236,6 +246,7 @@ SHOWN_BY = {
     "pytorch#191837": fold_in_tiles,
     "pytorch#195402": read_beside_on_two_threads,
     "pytorch#196681": reduce_in_tiles,
+    "pytorch#196728": tune_with_the_newer_precision,
     "pytorch#197039": lambda: test_kept_reads.assert_gradients_are_right(test_kept_reads.RunningScale()),
     "pytorch#197094": train_complex_parameters,
     "pytorch#198031": give_operators_copies,
@@ -296,6 +307,7 @@ PROGRAMS = [
     multiply_by_zero,
     train_complex_parameters,
     train_parameters_by_each_other,
+    tune_with_the_newer_precision,
     unpool_channels_last,
     write_into_what_shares_memory,
     scatter_into_expanded,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from millstream._torch.switches import present
 from millstream._torch.tracing import OneThreads
 
 
@@ -199,6 +201,28 @@ def _freezes(backend: Any) -> bool:
     while backend is not None and not hasattr(backend, "freezes"):
         backend = next((getattr(backend, name) for name in wrapped if hasattr(backend, name)), None)
     return bool(backend is not None and backend.freezes)
+
+
+def guard_switches() -> None:
+    """Have what Dynamo now compiles used under the present switches only, of which it asks few by itself.
+
+    Called by a backend. Dynamo adds to its guards what it finds in the context.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+    from torch._dynamo.source import GlobalStateSource
+
+    before, told = present(), ["PyTorch's switches are as they were"]
+
+    def add_guard(builder: Any, _: Any) -> None:
+        # Dynamo asks at once, and takes no for a bug. Where another thread has set one meanwhile, it is used but once.
+        asked = itertools.chain((True,), itertools.repeat(False)) if present() is not before else None
+        holds = (lambda scope: present() is before) if asked is None else (lambda scope: next(asked))
+        builder.guard_manager.root.add_lambda_guard(holds, told, None)
+
+    guard = torch._guards.Guard(GlobalStateSource(), add_guard)
+    context.guards_context.dynamo_guards.add(guard)
 
 
 def known_obstacles() -> Counter[str]:

@@ -32,6 +32,7 @@ from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.location import MISSING, Attributes, Items, Location
 from millstream.capture.state.signature import is_same
 from millstream.capture.trace.scalars import is_number
+from millstream.device.switches import install_later
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,7 @@ class Guards:
     def quicken(self, written: Sequence[Tensor]) -> None:
         """From now on let compiled code look first, where it can be had; it also counts up versions of ``written``."""
         self.is_quickened, library = True, load_library()
+        install_later()
         if library is None:
             return
         entries = [*self.entries.triples()]

@@ -153,6 +153,7 @@ class CodeWatch:
         on_opaque: Called with a frame that is about to call a method of one, with that; may raise an error there.
         on_text: Called with a frame of the user's that is about to call a method of text with tokens; likewise.
         on_stop: Likewise.
+        on_switch: Called with a frame that is about to set a switch of PyTorch's.
         on_event: Called at each call and each return, if it is given.
         on_computed: Called with objects of which code may read attributes by names that it computes, before it does as
             far as that can be told; may raise an error there.
@@ -172,12 +173,13 @@ class CodeWatch:
         on_opaque: Callable[[FrameType, Any], None] = lambda frame, function: None,
         on_text: Callable[[FrameType], None] = lambda frame: None,
         on_stop: Callable[[FrameType], None] = lambda frame: None,
+        on_switch: Callable[[FrameType], None] = lambda frame: None,
         on_event: Callable[[], None] | None = None,
         on_computed: Callable[[list[Any]], None] = lambda objects: None,
     ) -> None:
         self._ran, self._on_code, self._always = ran, on_code, always
         self._opaque, self._on_opaque, self._on_text = opaque, on_opaque, on_text
-        self._impure = ImpureCalls(ran.variables, on_impure, on_stop)
+        self._impure = ImpureCalls(ran.variables, on_impure, on_stop, on_switch)
         self._on_event, self._on_computed = on_event, on_computed
         self._codes: set[CodeType] = set()
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from millstream._torch.switches import SETTERS
 from millstream.capture.lines import is_asked_by_user, is_pythons, is_users_own
 from millstream.heap import objects_of_types
 
@@ -36,6 +37,7 @@ class ImpureCalls:
         on_impure: Called with a frame of the user's that is about to make such a call, with what is read or written and
             whether it is written; may raise an error there.
         on_stop: Called with a frame of the user's that starts a debugger; likewise.
+        on_switch: Called with a frame that is about to set a switch of PyTorch's.
 
     Attributes:
         writers: Objects of ``writer_kinds()`` that were there before: what the step makes itself it may write to.
@@ -46,8 +48,10 @@ class ImpureCalls:
         variables: set[str],
         on_impure: Callable[[FrameType, str, bool], None],
         on_stop: Callable[[FrameType], None],
+        on_switch: Callable[[FrameType], None],
     ) -> None:
         self.on_impure, self._on_stop, self._variables = on_impure, on_stop, variables
+        self._on_switch = on_switch
         self.writers: list[Any] = []
         self._thread = threading.get_ident()
         self._in_python: dict[CodeType, Callable[[FrameType], None]] = {
@@ -71,6 +75,8 @@ class ImpureCalls:
             return
         if function in _STOPPING:
             self._note_stop(frame)
+        if function in _SETTERS:
+            self._on_switch(frame)
         what, is_written = self._told_of(function)
         if not what:
             return
@@ -164,7 +170,6 @@ _FUNCTIONS: dict[Any, tuple[str, bool]] = {
     **dict.fromkeys((datetime.date.today, os.times), ("a clock", False)),
     **dict.fromkeys((open, os.open, os.listdir, os.scandir, os.stat, input), ("a file", False)),
     os.urandom: ("the system's randomness", False),
-    torch.get_num_threads: ("torch.get_num_threads()", False),
     **{
         getattr(module, name): (f"{module.__name__.strip('_')}.{name}()", False)
         for module, names in {
@@ -223,15 +228,18 @@ _HARMLESS_WRITERS = ("logging", "tqdm", "warnings", "traceback", "importlib", "_
 _STOPPING = (breakpoint, sys.settrace)
 """Functions in C by which code asks for a debugger."""
 
+_SETTERS = frozenset(getattr(torch._C, name) for name in SETTERS)
+"""Functions in C that set PyTorch's switches."""
+
 _NAMES = _READERS.union(
-    _SWITCHES, _OF_CLASSES, *_WRITING.values(), (each.__name__ for each in (*_FUNCTIONS, *_STOPPING))
+    _SWITCHES, _OF_CLASSES, *_WRITING.values(), SETTERS, (each.__name__ for each in (*_FUNCTIONS, *_STOPPING))
 )
 
 _READING: dict[CodeType, str] = {
     getattr(owner, name).__code__: what or f"{owner.__name__}.{name}()"
     for owner, names, what in (
         (type(os.environ), "__iter__ __len__", "which environment variables there are"),
-        (torch, "are_deterministic_algorithms_enabled get_float32_matmul_precision initial_seed", ""),
+        (torch, "get_float32_matmul_precision initial_seed", ""),
         (threading, "active_count enumerate", ""),
         (signal, "getsignal", ""),
     )

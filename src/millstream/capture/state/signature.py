@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from millstream._torch.modes import ambient
+from millstream._torch.switches import Settings
 from millstream.capture.state.location import plain_base, slots_of
 
 SCALARS = (
@@ -170,6 +171,12 @@ def key_of(form: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """What calls have in common that one graph may fit: their form, the modes they run under, and their tensors'."""
     specs = [*map(spec_of, tensors)]
     return (form, ambient(), *specs)
+
+
+def settings_of(key: tuple[Any, ...]) -> Settings:
+    """PyTorch's switches in the key of a call."""
+    _, (settings, *_), *_ = key
+    return settings  # type: ignore[no-any-return]
 
 
 def tree_flatten(

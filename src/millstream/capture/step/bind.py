@@ -23,6 +23,7 @@ from millstream.capture.state.signature import (
     RESOLVE_REMEDY,
     is_lazy_view,
     is_open_container,
+    settings_of,
 )
 from millstream.capture.step.calls import Call
 from millstream.capture.step.graph import (
@@ -125,6 +126,7 @@ class StepState:
             numbers=numbers,
             changing={*self.changing} if like is None else like.changing,
             host_scalars=find_host_scalars(state),
+            settings=settings_of(call.key),
             settled=self.settled,
         )
 

@@ -330,9 +330,10 @@ class GraphCache:
         self._last = (None, [])
 
     def drop(self, graph: StepGraph) -> None:
-        """Remove a graph; it is not released."""
+        """Remove a graph, if it is still there; it is not released."""
         self.usual = None
-        del self._graphs[id(graph)]
+        if self._graphs.pop(id(graph), None) is None:
+            return
         graphs = self._by_key[graph.key]
         graphs.remove(graph)
         if not graphs:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from millstream._torch.switches import Settings
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.record.shadow import Difference
@@ -68,6 +69,7 @@ class Request:
     changing: Container[Location]  # places whose tensors are to be read as arguments are
     # positions in ``state`` of numbers on the host, and the device on which the graph reads them
     host_scalars: dict[int, torch.device]
+    settings: Settings  # the switches of the call
     settled: set[Any] = field(default_factory=set)  # changes of plain values that were seen before; see ``FirstChange``
     # places of numbers where an earlier trace of the same call has found plain ones in the end, see ``Disturbed``
     plain: set[Location] = field(default_factory=set)
@@ -139,8 +141,14 @@ class OneShot(NoGraph):
     """The graph depends on the very value of a number that the step changes: it would not serve again."""
 
 
+@dataclass(eq=False)
 class FirstChange(NoGraph):
-    """The step puts a plain value in the place of another for the first time: it may be the only time."""
+    """Something has another value after the step, maybe for the only time.
+
+    That is a plain value in a place of the user's, or a switch of PyTorch's, which another thread may have set.
+    """
+
+    error: CaptureError  # for when it happens again and again
 
 
 @dataclass(eq=False)

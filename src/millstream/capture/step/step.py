@@ -27,6 +27,7 @@ from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import ambient
 from millstream._torch.operators import is_differentiated_outside
 from millstream._torch.tensors import has_shared_memory
+from millstream._torch.switches import present
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.state.discover import Found, discover
@@ -36,6 +37,7 @@ from millstream.capture.state.signature import (
     has_same,
     key_of,
     key_of_tensors,
+    settings_of,
     tree_flatten,
     tree_unflatten,
 )
@@ -297,13 +299,9 @@ class Step(Generic[P, R]):
                     f"The step creates new state ({missing}) again and again.",
                     remedy="Give every parameter a gradient in the first call, and caches room for all they are asked.",
                 )
-        except FirstChange:
+        except FirstChange as change:
             self._num_first += 1
-            if self._num_first > MAX_FIRST:
-                error = CaptureError(
-                    "The step puts ever other values into Python objects.",
-                    remedy="Keep what changes in numbers or tensors, or set it outside of the step.",
-                )
+            error = change.error if self._num_first > MAX_FIRST else None
         except OneShot as number:
             self._num_one_shot += 1
             if self._num_one_shot > MAX_ONE_SHOT:
@@ -515,6 +513,9 @@ class Step(Generic[P, R]):
         counts.settle()
         _learn_arguments(graph, call)
         self._cache.keep(graph)
+        if present() is not settings_of(call.key):  # another thread has set one: it may hold for both, in parts
+            self._cache.drop(graph)
+            self._state.forget(self._cache)
         while len(self._cache) > self.max_graphs:
             self._drop(next(iter(self._cache)))
         return graph, arguments, results

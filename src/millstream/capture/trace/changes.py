@@ -124,7 +124,12 @@ class Changes:
         self._check_numbers(counted)
         if not settled <= self.request.settled:
             self.request.settled |= settled
-            raise FirstChange
+            raise FirstChange(
+                CaptureError(
+                    "The step puts ever other values into Python objects.",
+                    remedy="Keep what changes in numbers or tensors, or set it outside of the step.",
+                )
+            )
         return stored
 
     def note_writes(self) -> list[Change]:

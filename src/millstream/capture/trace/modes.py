@@ -285,6 +285,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         functions: The function mode in force, for the names of what users call.
         randoms: Random results of checkpointed regions.
         write_numbers_down: Has the graph depend on the user's numbers as they are.
+        check_switches: Called with each operator and its arguments; may raise an error there.
     """
 
     supports_higher_order_operators = True
@@ -300,9 +301,11 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         functions: FunctionWatch,
         randoms: RandomRecords,
         write_numbers_down: Callable[[], None],
+        check_switches: Callable[[Any, Sequence[Any]], None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._refuse = refuse
+        self._check_switches = check_switches
         self._write_numbers_down = write_numbers_down
         self._functions = functions
         self._randoms = randoms
@@ -326,6 +329,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_targets(func, args)
+        self._check_switches(func, args)
         if func not in _LIFTS:
             for tensor in _tensors_in(_leaves((*args, *kwargs.values()))):
                 if is_real(tensor):

@@ -120,6 +120,7 @@ from millstream.capture.trace.patches.optimizers import (
 from millstream.capture.trace.patches.randomness import RandomState, other_generators_refused
 from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_number, is_scalar
 from millstream.capture.trace.sizes import TracedSizes
+from millstream.capture.trace.switches import SwitchWatch
 from millstream.capture.trace.tensors import Leaving, writes_host
 from millstream.capture.trace.unsupported import check_sources
 from millstream.errors import CaptureError, DataParallelError
@@ -198,6 +199,7 @@ class _Tracer:
     record: Recorder | None = None  # of what is read and written, in shadow mode
     differences: list[Difference] = field(default_factory=list)  # likewise, to what was found changed
     new_inputs: NewInputs = field(init=False)
+    unsettled: Exception | None = None
 
     def __post_init__(self) -> None:
         self.questions = Questions(self._new_input)
@@ -207,6 +209,7 @@ class _Tracer:
         self.questions.check = self.recorder.check
         request = self.request
         self.record = make_recorder(request.function, request.arguments)
+        self.switches = SwitchWatch(request.settings)
         if request.dimensions:
             device = device_of([*(entry.tensor for entry in request.state), *request.arguments])
             self.sizes = TracedSizes(
@@ -269,6 +272,7 @@ class _Tracer:
                 raise
             raise self._failure(error) from error
         finally:
+            self.unsettled = self.switches.settle()
             used = random_state.what_changed()
             if used or sys.exc_info()[0] is not None:
                 random_state.restore()
@@ -304,6 +308,7 @@ class _Tracer:
                 self._on_opaque,
                 self._on_text,
                 lambda frame: self._report(stops_in_debugger(_line_of(frame))),
+                lambda frame: self.switches.note_set(here(num_left_out=1)),
                 self._take_from_others if others_may_write() else None,
                 self._on_computed,
             )
@@ -321,7 +326,7 @@ class _Tracer:
             self.new_inputs = NewInputs(self.mode, len(inputs) - len(self.request.arguments))
             functions = FunctionWatch(self._note_failure, watched, self.recorder, self.sizes, self.kind)
             with (
-                OperatorWatch(self._note_failure, functions, randoms, self._write_numbers_down),
+                OperatorWatch(self._note_failure, functions, randoms, self._write_numbers_down, self.switches.check),
                 functions,
                 functions.from_numpy_refused(),
                 backward_watched(functions.around_backward),
@@ -656,6 +661,8 @@ class _Tracer:
     def _finish(self, gm: fx.GraphModule) -> Traced:
         leaving = self.leaving
         assert leaving.structure is not None
+        if self.unsettled is not None:
+            raise self.unsettled
         used = discover(self.request.roots, self.ran)
         check_sources(used)
         values = self.changes.numbers_now(used)

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -403,10 +404,13 @@ void millstream_run(Plan* plan, Worker** workers, int num_threads) {
   plan->run++;
   if (omp_pause_resource_all) omp_pause_resource_all(OMP_PAUSE_SOFT);
   const at::ThreadLocalState state;
+  std::fenv_t arithmetic;  // of this thread's processor, which `torch.set_flush_denormal` changes
+  std::fegetenv(&arithmetic);
   std::vector<std::function<void()>> jobs;
   for (size_t stream = 1; stream < plan->streams.size(); stream++) {
     jobs.push_back([&, stream] {
       const at::ThreadLocalStateGuard guard(state);
+      std::fesetenv(&arithmetic);
       millstream_use_threads(num_threads, num_threads);
       plan->run_stream(stream);
     });

@@ -19,6 +19,10 @@ until the backward pass has used it. A forward call that comes while an earlier 
 must not overwrite it; it runs on the serial engine in fresh memory, and so does its backward pass. ``Family`` keeps the
 two informed.
 
+**PyTorch's switches.** A graph goes on under those that it was captured with. Whoever has it run for others builds
+another one; but a backward pass may find a switch that was changed after its forward pass, and another thread may
+change one while a graph is captured. Then the call runs on the serial engine.
+
 **Within a capture of the caller's.** A graph cannot be launched there. The call runs on the serial engine, and its
 kernels become a part of the caller's graph.
 """
@@ -34,6 +38,7 @@ from typing import Any
 import torch
 
 from millstream._torch.devices.streams import current_stream_handle
+from millstream._torch.switches import present
 from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair
@@ -100,6 +105,7 @@ class CudaGraphEngine:
     ) -> None:
         self.lowered, self.plan = lowered, chosen or plan
         self._serial = SerialEngine(lowered, plan)
+        self._switches = present()
         self._context: DeviceContext = context(next(iter(lowered.program.devices)))
         self._index = self._context.place.index
         self._copied = lowered.visible if copy_outputs else frozenset[int]()
@@ -163,6 +169,8 @@ class CudaGraphEngine:
             if self._arena is not None and not self._arena.serves(current_stream_handle(self._index)):
                 self._drop()
                 self._arena = None
+            if self.lowered.phase is Phase.BACKWARD and present() is not self._switches:
+                return self._run_serially(inputs, may_measure=False)
             captured = self._captured
             if captured is not None and captured.fits(inputs) and not self._must_not_overwrite():
                 outputs = self._replay(captured, inputs)
@@ -173,8 +181,10 @@ class CudaGraphEngine:
                 captured = None
                 self._drop()  # gives its memory back before taking more
                 captured = self._capture(inputs)
-                if captured is not None:
+                if captured is not None and present() is self._switches:
                     return self._replay(captured, inputs)
+                captured = None
+                self._drop()
             return self._run_serially(inputs)
 
     def run_uncaptured(self, inputs: list[Any]) -> list[Any]:

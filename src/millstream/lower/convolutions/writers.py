@@ -265,9 +265,9 @@ def convolve(
     out: torch.Tensor,
 ) -> None:
     """Do what ``aten.convolution`` does for such a convolution, into ``out``."""
-    cudnn = torch.backends.cudnn
+    cudnn: Any = torch.backends.cudnn
     deterministic = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-    flags = (cudnn.benchmark, deterministic, cudnn.allow_tf32)
+    flags = (cudnn.benchmark, deterministic, cudnn.conv.fp32_precision == "tf32")
     torch.ops.aten.cudnn_convolution.out(image, weight, padding, stride, dilation, groups, *flags, out=out)
 
 

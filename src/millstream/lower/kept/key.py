@@ -28,10 +28,10 @@ from millstream import errors as millstream_errors
 from millstream._torch.compiler.hints import stream_hint_of
 from millstream._torch.compiler.symbols import NUMBERS, expression_of
 from millstream._torch.operators import is_expanded_later
+from millstream._torch.switches import present
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.lower import workarounds
 from millstream.lower.inductor.tuning import versions
-from millstream.lower.operators import float32_precision
 
 MOST_CONSTANT_BYTES = 64 << 20
 """Of tensors in a graph, whose values count: reading more takes longer than it is worth."""
@@ -115,15 +115,10 @@ def describe_settings(options: Mapping[str, Any]) -> Iterable[str]:
             raise NotKept(f"option {name} is a function")
     yield _text({name: os.environ[name] for name in sorted(os.environ) if _counts(name)})
     yield _text(sorted(each.issue for each in workarounds.WORKAROUNDS if each.applies))
-    yield _text([torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()])
-    yield _text(torch.utils.deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
-    yield _text([torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark])
-    yield _text([torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()])
-    sdp = torch.backends.cuda
-    yield _text([sdp.flash_sdp_enabled(), sdp.mem_efficient_sdp_enabled(), sdp.math_sdp_enabled()])
+    yield present().text
     yield _machine()
     if torch.cuda.is_available():
-        yield _text([float32_precision(), torch.cuda.current_device()])
+        yield _text(torch.cuda.current_device())
         yield _text({_device(torch.cuda.get_device_properties(each)) for each in range(torch.cuda.device_count())})
 
 

@@ -29,6 +29,7 @@ import torch
 
 from millstream import progress
 from millstream._torch.compiler.expressions import guards_of, hold_guards, symbols_of
+from millstream._torch.switches import Settings, present
 from millstream.cache import cache_folder, file_lock, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
 from millstream.lower.inductor.fx_wrapper import SOURCES, GeneratedKernel, Sources
@@ -85,13 +86,14 @@ def open_record(
     """
     if not is_on():
         return None
+    before = present()
     try:
         settings = describe_settings({**options, **{f"{name}=": fact for name, fact in facts.items()}})
         text = "\n".join([*settings, *describe_graph(gm, inputs)])
     except NotKept as reason:
         LOGGER.debug("not kept on disk: %s", reason)
         return None
-    return Record(hashlib.sha256(text.encode()).hexdigest(), gm, symbols_of(inputs))
+    return Record(hashlib.sha256(text.encode()).hexdigest(), gm, symbols_of(inputs), before)
 
 
 class Record:
@@ -103,10 +105,11 @@ class Record:
         attributes: Tensors of the graph by name.
         symbols: What its sizes are made of, by name.
         used: Those that the program has for constants; ``None`` before it is known to be on disk.
+        switches: Of PyTorch, under which it is lowered.
     """
 
-    def __init__(self, digest: str, gm: torch.fx.GraphModule, symbols: Mapping[str, Any]) -> None:
-        self.digest, self.symbols = digest, symbols
+    def __init__(self, digest: str, gm: torch.fx.GraphModule, symbols: Mapping[str, Any], switches: Settings) -> None:
+        self.digest, self.symbols, self.switches = digest, symbols, switches
         self.lines = list(dict.fromkeys((source_line(node), module_path(node)) for node in gm.graph.nodes))
         names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
         self.attributes = {name: value for name, value in _tensors(gm).items() if name in names}
@@ -147,6 +150,8 @@ class Record:
         encoder = Encoder([(kernel.function, kernel.__name__) for kernel in kernels], self.attributes, self.symbols)
         places = {line: (str(place), "") for place, line in enumerate(self.lines)}
         try:
+            if present() is not self.switches:
+                raise NotKept("a switch of PyTorch was changed while it was lowered")
             if any(name in program.constants for kernel in program.graph.kernels for name in kernel.writes):
                 raise NotKept("it writes a constant")
             sources: Sources = wrapper.meta[SOURCES]

@@ -49,6 +49,7 @@ from millstream.lower.workarounds.kernels import (
     pytorch_197829,
     pytorch_198101,
     pytorch_198270,
+    pytorch_196728,
 )
 from millstream.lower.workarounds.post_grad import pytorch_198094, pytorch_198131
 
@@ -72,6 +73,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_193061.WORKAROUND,
     pytorch_195402.WORKAROUND,
     pytorch_196681.WORKAROUND,
+    pytorch_196728.WORKAROUND,
     pytorch_197039.WORKAROUND,
     pytorch_197094.WORKAROUND,
     pytorch_198031.WORKAROUND,
