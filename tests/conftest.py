@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.clocks import HANG_S
+
 settings.register_profile("dev", deadline=None)  # two shared cores: time says nothing about a property
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -65,7 +67,7 @@ def _small_heap():
     gc.collect()
     left = [thread for thread in threading.enumerate() if thread.name == "millstream-feed"]
     for thread in left:  # its feed may have gone just now
-        thread.join(5)
+        thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in left), "a feed outlives the file that made it"
     gc.freeze()
 

@@ -10,6 +10,7 @@ import warnings
 import torch
 
 from millstream import FallbackWarning
+from tests.clocks import HANG_S
 
 
 def run_here(path, *arguments):
@@ -29,7 +30,7 @@ def run_here(path, *arguments):
         sys.argv = before
 
 
-def run_python(program, flags=(), *, timeout=120, **options):
+def run_python(program, flags=(), *, timeout=HANG_S, **options):
     """Run a program that finds what this process finds, and return how it ended."""
     return subprocess.run(
         [sys.executable, *flags, "-c", textwrap.dedent(program)],

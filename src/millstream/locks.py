@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
+
+R = TypeVar("R")
 
 
 class ForkSafeLock:
@@ -31,9 +33,47 @@ class ForkSafeLock:
 _all: WeakSet[ForkSafeLock] = WeakSet()
 
 
+class Tracing(ForkSafeLock):
+    """Held while a step is traced: one thread at a time, for which tensors of the user's have no values meanwhile.
+
+    Captured programs take tensors as they are. So a program that runs when a trace is about to begin is waited for,
+    and one that comes later waits if it is given a tensor that is traced. Each says that it is there before it looks
+    for the other.
+
+    Attributes:
+        kinds: Classes that tensors have while they are traced; empty where none is, or is about to be.
+        tracer: The thread that traces then.
+        running: Threads that run programs, once for each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.tracer, self.running = tuple[type, ...](), 0, list[int]()
+
+    def run(self, program: Callable[[list[Any]], R], inputs: list[Any]) -> R:
+        """``program(inputs)``, when no other thread traces any of them."""
+        thread = threading.get_ident()
+        self.running.append(thread)
+        try:
+            while self.kinds and self.tracer != thread and any(type(each) in self.kinds for each in inputs):
+                self.running.remove(thread)
+                try:
+                    with self.lock:
+                        pass
+                finally:
+                    self.running.append(thread)
+            return program(inputs)
+        finally:
+            self.running.remove(thread)
+
+
+TRACING = Tracing()
+
+
 def _start_afresh_after_fork() -> None:
     for each in list(_all):
         each.lock = threading.RLock()
+    TRACING.kinds, TRACING.running = (), [each for each in TRACING.running if each == threading.get_ident()]
 
 
 if hasattr(os, "register_at_fork"):

@@ -16,6 +16,7 @@ from millstream.cli.profile import EXIT_CONDITION
 from millstream.errors import ArgumentError
 from millstream.insight import Recording, Sample, Step, analyse
 from millstream.report.idle import Condition, compare
+from tests.clocks import HANG_S
 
 STEPS = """
     import sys, torch
@@ -43,7 +44,7 @@ def run(tmp_path):
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=HANG_S,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
 
@@ -207,7 +208,7 @@ def test_interrupt_from_outside_is_the_scripts_and_reported(tmp_path):
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     try:
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     assert process.returncode == 130

@@ -1,13 +1,36 @@
 import gc
 import importlib
 import threading
+import time
 
 import pytest
 
 from millstream.data import Feed
 from millstream.data.feeding import Options
 from millstream.device import Place
+from tests.clocks import HANG_S, Clock, is_in, until
 from tests.device.virtual_device import make_virtual_context
+
+
+class ClockOfWaits(Clock):
+    """Sleeps when the consumer of a feed waits, as it is sure to do: its thread's time is what the feed then takes."""
+
+    def __init__(self):
+        super().__init__()
+        self._consumer = threading.current_thread()
+
+    def sleep(self, seconds):
+        until(lambda: threading.current_thread() is self._consumer or is_in(self._consumer, "_wait_for_item"))
+        super().sleep(seconds)
+
+
+@pytest.fixture
+def clock_of_waits(monkeypatch):
+    """What feeds read the time from."""
+    clock = ClockOfWaits()
+    monkeypatch.setattr(time, "perf_counter_ns", clock.perf_counter_ns)
+    return clock
+
 
 feeding = importlib.import_module("millstream.data.feeding")
 
@@ -28,7 +51,7 @@ def _no_thread_is_left():
     if feed_threads():  # held by a traceback or a cycle; a collection costs more than most of these tests
         gc.collect()
     for thread in feed_threads():  # its feed is gone, and it is about to end
-        thread.join(5)
+        thread.join(HANG_S)
     assert feed_threads() == []
 
 

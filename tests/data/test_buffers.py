@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from millstream.data.transfer.buffers import BatchLease, BufferPool, SegmentLease
 from millstream.data.transfer.layout import describe_leaves, plan_layout, view_leaves
 from millstream.device.drivers.base import Copies
+from tests.clocks import HANG_S
 from tests.device.virtual_device import make_virtual_context
 
 SIZES = [10, 300, 70_000]
@@ -249,7 +250,7 @@ def test_the_event_of_a_slot_that_is_dropped_while_the_pool_is_closed_is_lent_to
     def pause():
         if threading.current_thread() is dropping:
             is_there.set()
-            assert go_on.wait(10)
+            assert go_on.wait(HANG_S)
         return is_capturing()
 
     pool._is_capturing = pause
@@ -257,7 +258,7 @@ def test_the_event_of_a_slot_that_is_dropped_while_the_pool_is_closed_is_lent_to
     del leaves
     dropping = threading.Thread(target=held.clear)
     dropping.start()
-    assert is_there.wait(10)
+    assert is_there.wait(HANG_S)
     pool.close()
     lent = [ctx.events.acquire() for _ in range(4)]
     assert not any(event is released for event in lent)

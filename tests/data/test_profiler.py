@@ -266,10 +266,10 @@ def test_what_a_transform_does_belongs_to_the_copy(virtual_feed, num_kernels):
     assert (stats.copy_s >= 0.030) == (num_kernels == 30)
 
 
-def test_on_the_cpu_a_slow_source_is_named():
+def test_on_the_cpu_a_slow_source_is_named(clock_of_waits):
     def source():
         for i in range(6):
-            time.sleep(0.05)  # what a slow source does
+            clock_of_waits.sleep(0.05)
             yield torch.tensor([i])
 
     fed = feed(source(), "cpu")

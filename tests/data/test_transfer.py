@@ -3,7 +3,6 @@
 import random
 import sys
 import threading
-import time
 import warnings
 from array import array
 from collections import Counter
@@ -24,6 +23,7 @@ from millstream.data.transfer.layout import cut, describe_leaves, plan_layout
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.pools.events import EventPool
 from millstream.errors import FallbackWarning, FeedError
+from tests.clocks import HANG_S, until
 from tests.data.conftest import feed_threads
 from tests.device.virtual_device import VirtualDevice, VirtualEvent, make_virtual_context
 
@@ -935,7 +935,7 @@ def test_batches_staged_for_later_are_not_overwritten_by_those_that_come_in_sect
     next(passing)
     device.free_bytes = 4096
     next(passing)
-    assert are_under_way.wait(30)
+    assert are_under_way.wait(HANG_S)
     got = [batch[0].clone() for batch in passing]
     device.synchronize()
     assert [each.unique().tolist() for each in got] == [[i] for i in range(8)]
@@ -1059,27 +1059,29 @@ def test_a_transform_that_calls_an_engine_and_a_loop_that_captures_do_not_wait_f
 
     def transform(batch):
         is_inside.set()
-        time.sleep(0.02)
+        if is_capturing_soon.is_set():
+            assert has_lock.wait(HANG_S)
         with device.context.graphs.lock:
             return batch
 
     def capture_while_it_is_inside():
-        is_inside.wait(1)
-        with device.context.graphs.lock, capture(device.context, Graph()):
-            done.set()
+        is_inside.wait()
+        with device.context.graphs.lock:
+            has_lock.set()
+            with capture(device.context, Graph()):
+                done.set()
 
-    is_inside, done, got = threading.Event(), threading.Event(), []
+    is_inside, is_capturing_soon, has_lock, done = (threading.Event() for _ in range(4))
+    got = []
     fed, device = virtual_feed([torch.ones(64)] * 6, transform=transform, mood="eager")
     passing = iter(fed)
     next(passing)
     is_inside.clear()
+    is_capturing_soon.set()
     for work in (capture_while_it_is_inside, lambda: got.extend(passing)):
         threading.Thread(target=work, daemon=True).start()
-    assert done.wait(20)
-    deadline = time.monotonic() + 20
-    while len(got) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(got) == 5
+    assert done.wait(HANG_S)
+    until(lambda: len(got) == 5)
 
 
 @pytest.mark.parametrize("keeps_error", [False, True])

@@ -1,12 +1,12 @@
 """How many files one has to open to follow one batch through the library."""
 
 import math
-import time
 
 import pytest
 import torch
 
 from millstream.data.transfer.device import DeviceTransfer
+from tests.clocks import until
 from tests.file_changes import FileChanges
 
 NUM_BATCHES = 20
@@ -77,9 +77,7 @@ def test_next_wakes_the_thread_only_where_the_drop_of_a_batch_does_not(virtual_f
     for _ in range(6):
         if not keeps:
             del batch
-        until = time.monotonic() + 10
-        while (run._ready.empty() or run._pipeline.waits_for_memory is not keeps) and time.monotonic() < until:
-            time.sleep(0)  # for the thread to do what it can
+        until(lambda: not run._ready.empty() and run._pipeline.waits_for_memory is keeps)
         inbox.seen.clear()
         batch = next(passing)
         assert bool(inbox.seen) is not keeps

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from millstream.device import native
 from millstream.device.drivers import cuda
+from tests.clocks import HANG_S
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
@@ -153,7 +154,7 @@ def test_a_forked_child_copies_without_the_threads_of_its_parent(team):
     results = forked.SimpleQueue()
     child = forked.Process(target=fill_in_child, args=(team, results))
     child.start()
-    child.join(20)
+    child.join(HANG_S)
     assert child.exitcode == 0
     assert results.get()
 

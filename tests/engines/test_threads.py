@@ -27,6 +27,7 @@ from millstream.graph import CHOSEN
 from millstream.lower.inductor.fx_wrapper import NativeKernel, for_threads
 from millstream.schedule import assign_offsets, plan_graph
 from tests import networks
+from tests.clocks import HANG_S
 from tests.engines.test_step import OPTIMIZERS, train
 from tests.networks import lowered
 
@@ -290,7 +291,7 @@ def test_several_callers_at_the_same_time():
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(60)
+        caller.join(HANG_S)
     assert not errors
     with worker_pool().busy:  # as from inside of a kernel: nobody waits for anybody
         assert torch.equal(cases[0][0](cases[0][1]), cases[0][2])

@@ -9,6 +9,7 @@ from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.drivers.base import Copies
 from millstream.device.drivers.cuda import capture_nothing
 from millstream.errors import DeviceError
+from tests.clocks import HANG_S
 from tests.processes import output_of
 
 pytestmark = pytest.mark.gpu
@@ -209,7 +210,7 @@ def test_a_prepared_thread_may_query_while_another_captures_in_global_mode(gpu):
     with torch.cuda.graph(graph):  # "global": PyTorch's default, in which another thread's query destroys the capture
         y = x + 1
         capturing.set()
-        queried.wait(30)
+        queried.wait(HANG_S)
         y = y + 1
     thread.join()
     graph.replay()

@@ -13,6 +13,7 @@ import millstream.data
 from millstream.data import feed
 from millstream.device import context
 from millstream.errors import FallbackWarning, FeedError
+from tests.clocks import HANG_S
 from tests.processes import run_python
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +31,7 @@ def _nothing_is_left():
     if feed_threads():
         gc.collect()
     for thread in feed_threads():  # its feed is gone, and it is about to end
-        thread.join(5)
+        thread.join(HANG_S)
     assert feed_threads() == []
     context("cuda:0").close()
 

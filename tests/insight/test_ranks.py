@@ -20,6 +20,7 @@ from millstream.errors import ArgumentError
 from millstream.insight import Cause, Severity
 from millstream.insight.ranks import merge
 from millstream.report.idle import ranks as report
+from tests.clocks import HANG_S
 
 MS = 1_000_000
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -148,7 +149,7 @@ def test_two_processes_are_merged_by_the_first_and_from_their_files(tmp_path, ca
     ]
     command += ["profile", "--save", str(tmp_path / "run.json"), str(SCRIPTS / "straggler.py")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "The others wait for rank 1" in done.stderr
     assert "time.sleep(0.02)  # late" in done.stderr

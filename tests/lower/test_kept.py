@@ -25,6 +25,7 @@ import millstream.lower.compile as compiling
 from millstream import cache
 from millstream._torch.compiler.expressions import decode_expression, encode_expression
 from millstream.lower.kept import key
+from tests.clocks import HANG_S
 
 compile_fx = compiling.compile_fx
 
@@ -475,13 +476,13 @@ def test_one_process_lowers_and_others_wait(kept, folder, monkeypatch, has_lower
         for path in programs:  # each open file has its own lock, as those of two processes
             fcntl.flock(stack.enter_context(path.with_suffix(".lock").open("a")), fcntl.LOCK_EX)
         waiting = pool.submit(take_steps)
-        assert is_waiting.wait(60)
+        assert is_waiting.wait(HANG_S)
         assert not waiting.done()
         for path, content in programs.items() if has_lowered else ():
             cache.write_private(path, content)
         stack.close()  # also where the other process has died
         with contextlib.nullcontext() if has_lowered else lowered_anew():
-            assert same(waiting.result(60), kept[1])
+            assert same(waiting.result(HANG_S), kept[1])
     assert len(locks) < len(programs), "what the other process did not leave is lowered by all at once"
 
 

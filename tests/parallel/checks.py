@@ -27,6 +27,7 @@ from millstream.data_parallel import exchange
 from millstream.data_parallel.roll_call import OverNetwork
 from millstream.engine.parallel import agreed, lockstep
 from tests.capture.worlds import interpret
+from tests.clocks import HANG_S
 
 DEVICE = torch.device("cpu")
 """Of this process."""
@@ -1056,7 +1057,8 @@ def explained(rank, num_steps):
     with mock.patch.object(agreed, "PATIENCE_S", 0.2):
         alone = ms.explain(captured, measure=True).communication[0].obstacle if rank == 0 else ""
     dist.barrier()
-    (report,) = ms.explain(captured, measure=True).communication
+    with mock.patch.object(agreed, "PATIENCE_S", HANG_S):
+        (report,) = ms.explain(captured, measure=True).communication
     assert digest(net) == before
     assert report.obstacle == ""
     assert "did not all ask for it" in alone or rank

@@ -5,6 +5,7 @@ import pytest
 import torch.distributed
 
 from millstream.data_parallel.board import Board, make_file
+from tests.clocks import HANG_S
 from tests.parallel.group import Group
 
 
@@ -46,10 +47,10 @@ if torch.distributed.is_available() and torch.distributed.is_gloo_available():
 
 @pytest.fixture
 def boards(monkeypatch):
-    """Both ends of a board; each end's process is alive unless its rank is in ``ended``."""
-    monkeypatch.setattr("millstream.data_parallel.board.LOOK_S", 0.01)
+    """Both ends of a board, whose processes live unless they are in ``ended_processes``. Both are sure to come."""
+    monkeypatch.setattr("millstream.data_parallel.board.LOOK_S", 0.0)
     path, ended = make_file(2), set()
-    both = [Board(path, rank, 2, 0.1, lambda process: process not in ended) for rank in range(2)]
+    both = [Board(path, rank, 2, HANG_S, lambda process: process not in ended) for rank in range(2)]
     for rank, board in enumerate(both):
         board._words[4 + rank] = 1000 + rank  # they are one process here
     both[0].ended_processes = ended

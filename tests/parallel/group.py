@@ -18,13 +18,15 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-DEADLINE = 180.0
+from tests.clocks import HANG_S
+
+DEADLINE = 2 * HANG_S
 """Seconds that a check may take; with more than four processes, longer by as much."""
 
 PROGRAMS = "MILLSTREAM_TEST_PROGRAMS"
 """The environment variable that tells a process the folder of programs."""
 
-TIMEOUT = timedelta(seconds=90)
+TIMEOUT = timedelta(seconds=HANG_S)
 """After which a process that waits for another gives up."""
 
 

@@ -3,13 +3,16 @@
 import random
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
+from millstream.data_parallel import board as board_module
 from millstream.data_parallel.board import PAYLOAD_BYTES, NotTogetherError
 from millstream.engine.parallel import watchdog
 from millstream.errors import DataParallelError
-from tests.parallel.threads import in_both
+from tests.clocks import HANG_S, Clock
+from tests.parallel.threads import in_both, in_turns
 
 
 def test_all_hear_what_all_say_in_every_round(boards):
@@ -21,29 +24,29 @@ def test_all_hear_what_all_say_in_every_round(boards):
 
 
 def test_processes_that_come_meet(boards):
-    boards[0].timeout_s = boards[1].timeout_s = 30
     for _ in range(3):
-        assert in_both(boards, lambda board: board.meet(30.0)) == [True, True]
+        assert in_both(boards, lambda board: board.meet(HANG_S)) == [True, True]
     assert in_both(boards, lambda board: board.gather(board.rank)) == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_process_alone_meets_nobody(boards, rank):
-    boards[0].timeout_s = boards[1].timeout_s = 30
     assert not boards[rank].meet(0.01)
     assert not boards[1 - rank].meet(0.01)
-    assert in_both(boards, lambda board: board.meet(30.0)) == [True, True]
+    assert in_both(boards, lambda board: board.meet(HANG_S)) == [True, True]
 
 
-def test_processes_that_lose_patience_meet_as_often_as_each_other(boards):
-    boards[0].timeout_s = boards[1].timeout_s = 30
+@pytest.mark.parametrize("seed", range(5))
+def test_processes_that_lose_patience_meet_as_often_as_each_other(boards, seed, monkeypatch):
+    monkeypatch.setattr(board_module, "time", Clock())
+    boards[0].timeout_s = boards[1].timeout_s = 0.1  # of that clock
 
     def act(board):
         rng = random.Random(board.rank)
-        return sum(board.meet(rng.choice((0.0, 1e-4, 1e-3, 4e-3)), "meet") for _ in range(300))
+        return sum(board.meet(rng.choice((0.0, 1e-4, 1e-3, 4e-3)), "meet") for _ in range(60))
 
-    one, other = in_both(boards, act)
-    assert one == other > 0
+    one, other = in_turns(boards, act, seed)
+    assert 0 < one == other < 60
 
 
 def test_first_process_ends_after_it_came(boards):
@@ -89,6 +92,7 @@ def test_bytes_of_the_first_reach_all(boards, size):
 
 
 def test_rank_that_does_not_come_is_named(boards):
+    boards[0].timeout_s = 0.0
     with pytest.raises(
         DataParallelError, match=r"Rank 0 waited for rank 1 \(process 1001\), which did not come within"
     ):
@@ -96,7 +100,6 @@ def test_rank_that_does_not_come_is_named(boards):
 
 
 def test_rank_that_has_ended_is_named_at_once(boards):
-    boards[0].timeout_s = 1e9
     boards[0].ended_processes.add(1001)
     with pytest.raises(DataParallelError, match=r"rank 1 \(process 1001\), which has ended, to begin a step"):
         boards[0].gather(1, "begin a step")
@@ -113,6 +116,7 @@ def test_rank_that_failed_leaves_slower_ones_their_words(boards):
     boards[0]._tell(5)  # it has yet to read what the other tells
     boards[1].gather(6)
     boards[1].fail()
+    boards[1].timeout_s = 0.0
     with pytest.raises(DataParallelError, match="Rank 1 waited for rank 0"):
         boards[1].gather(7)
     assert boards[0]._await("") == [5, 6]
@@ -121,6 +125,7 @@ def test_rank_that_failed_leaves_slower_ones_their_words(boards):
 def test_old_word_is_not_taken_for_a_new_one(boards):
     in_both(boards, lambda board: board.gather(7))
     in_both(boards, lambda board: board.gather(7))
+    boards[0].timeout_s = 0.0
     with pytest.raises(DataParallelError):
         boards[0].gather(7)
 
@@ -157,19 +162,39 @@ class Place:
         return self._ends
 
 
+class OverError(Exception):
+    """Of the watchdog's thread."""
+
+
+class WatchClock(Clock):
+    """The watchdog's: it looks when ``may_look`` is set, and it is over after an hour, or when it has given up."""
+
+    def __init__(self, told):
+        super().__init__()
+        self.may_look, self._told, self._end_ns = threading.Event(), told, self.now_ns + 3600 * 10**9
+
+    def sleep(self, seconds):
+        self.may_look.wait()
+        super().sleep(seconds)
+        if self._told or self.now_ns > self._end_ns:
+            raise OverError
+
+
+class Watchdog(watchdog.Watchdog):
+    def _run(self):
+        with suppress(OverError):
+            super()._run()
+
+
 def watched(board, ends, monkeypatch):
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.005)
-    monkeypatch.setattr(watchdog, "GRACE_S", 0.0)
-    told, has_given_up = [], threading.Event()
-
-    def give_up(what):
-        told.append(what)
-        has_given_up.set()
-
-    dog = watchdog.Watchdog(board, give_up)
+    """What the watchdog of two replays tells; none of them comes to an end unless ``ends``."""
+    told = []
+    monkeypatch.setattr(watchdog, "time", clock := WatchClock(told))
+    dog = Watchdog(board, told.append)
     dog.watch(Place(ends))
     dog.watch(Place(ends))
-    has_given_up.wait(0.5 if ends else 10)
+    clock.may_look.set()
+    dog._thread.join()
     return told
 
 
@@ -185,7 +210,6 @@ def test_rank_behind_in_a_replay_that_hangs_is_named(boards, monkeypatch):
 
 
 def test_rank_that_ended_in_a_replay_is_named(boards, monkeypatch):
-    boards[0].timeout_s = 1e9
     boards[0].ended_processes.add(1001)
     assert "rank 1 (process 1001) has ended" in watched(boards[0], False, monkeypatch)[0]
 

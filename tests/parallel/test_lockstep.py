@@ -47,8 +47,6 @@ def costs_of(graph, rank):
 
 @pytest.fixture
 def pair(boards):
-    for board in boards:
-        board.timeout_s = 10.0
     return [Agreement(board) for board in boards]
 
 

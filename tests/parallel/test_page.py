@@ -10,6 +10,7 @@ import pytest
 import torch.distributed
 
 from millstream.errors import FallbackWarning
+from tests.clocks import HANG_S
 
 PAGE = Path(__file__).parents[2] / "docs" / "data_parallel.md"
 
@@ -27,7 +28,7 @@ def test_program_of_the_page_runs_in_two_processes_without_fallback(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_S,
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
     )

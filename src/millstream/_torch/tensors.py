@@ -105,13 +105,12 @@ def without_autocast() -> AbstractContextManager[Any]:
 
 
 def swap_contents(left: Tensor, right: Tensor) -> None:
-    """Exchange what two tensor objects are: class, attributes, storage, gradient; every reference to them stays.
+    """Exchange what two tensor objects hold: attributes, storage, gradient; classes and every reference to them stay.
 
-    ``torch.utils.swap_tensors`` does the same for good and therefore refuses tensors with other owners; here the
+    ``torch.utils.swap_tensors`` does more, for good, and therefore refuses tensors with other owners; here the
     exchange is undone soon, so that other owners never notice. Tried on 2.11 and 2.13.
     """
     torch._C._swap_tensor_impl(left, right)  # first, because it may refuse
-    left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
 
 

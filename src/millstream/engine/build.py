@@ -23,6 +23,7 @@ from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
 from millstream.errors import ArgumentError
 from millstream.graph import Candidate, KernelKind, Plan, Wait
+from millstream.locks import TRACING
 from millstream.lower import Lowered
 from millstream.schedule import peak_bytes, plan_alike, plan_graph, plan_serial
 
@@ -55,7 +56,7 @@ class Executable:
         self.notes = notes
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        return self.engine(inputs)
+        return TRACING.run(self.engine, inputs)
 
     def release(self) -> None:
         """Give back the memory it holds between calls; the next call takes it again."""
@@ -64,7 +65,7 @@ class Executable:
     def run_uncaptured(self, inputs: list[Any]) -> list[Any]:
         """Run a call without capturing or replaying anything: for calls that are rare."""
         engine = self.engine
-        return engine.run_uncaptured(inputs) if isinstance(engine, CudaGraphEngine) else engine(inputs)
+        return TRACING.run(engine.run_uncaptured if isinstance(engine, CudaGraphEngine) else engine, inputs)
 
     @property
     def lowered(self) -> Lowered:

@@ -22,6 +22,7 @@ import millstream as ms
 from millstream.capture import Step
 from millstream.errors import ArgumentError, CaptureError, FallbackWarning
 from tests.capture.worlds import assert_same, interpret
+from tests.clocks import HANG_S
 
 # ruff: noqa: T201  printing is what is tested
 
@@ -746,7 +747,7 @@ def test_another_thread_writes_for_itself_meanwhile():
 
     def step(x):
         started.set()
-        traced.wait(10)
+        traced.wait(HANG_S)
         print("from the step")
         return x + 1
 

@@ -19,6 +19,7 @@ from millstream.capture.state.location import SlotAttributes
 from millstream.capture.step.step import QUICKEN_EVERY
 from millstream.errors import CaptureError
 from tests.capture.worlds import interpret, plain
+from tests.clocks import HANG_S
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
@@ -258,7 +259,7 @@ def test_a_step_on_the_host_is_checked_by_compiled_code_once_it_has_run_often():
             torch.testing.assert_close(step(x, y), eager(x, y).detach())
 
     run(QUICKEN_EVERY + 2)
-    native._maker().join(120)
+    native._maker().join(HANG_S)
     run(QUICKEN_EVERY)
     (graph,) = step.graphs
     assert graph.guards.quick.hold() == 1
@@ -281,7 +282,7 @@ def test_what_compiled_code_cannot_check_is_offered_to_it_once(monkeypatch):
 
     monkeypatch.setattr("millstream.capture.guards.guards.QuickGuards", refuse)
     native.is_made()
-    native._maker().join(120)
+    native._maker().join(HANG_S)
     model = nn.Linear(4, 3)
     step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
     x, y = torch.randn(6, 4), torch.randint(3, (6,))

@@ -13,6 +13,7 @@ from millstream.api import dynamo_backend, executables
 from millstream.api.torch_arguments import MODES, split_options, translate
 from millstream.capture.lines import is_users
 from millstream.capture.state.executed import Ran, record_module_reads
+from tests.clocks import HANG_S
 
 PLAIN = {"mode": None, "fullgraph": False, "dynamic": None, "backend": None, "options": None, "strict": False}
 
@@ -207,7 +208,7 @@ def test_calls_that_overlap_leave_dynamos_configuration_as_it_was():
         @torch.compiler.disable
         def pause(x, began=began, may_end=may_end):
             began.set()
-            assert may_end.wait(60)
+            assert may_end.wait(HANG_S)
             return x
 
         compiled = ms.compile(lambda x, pause=pause: pause(x + 1) * 2, dynamic=True)
@@ -217,7 +218,7 @@ def test_calls_that_overlap_leave_dynamos_configuration_as_it_was():
         began.clear()
         may_end.clear()
         thread.start()
-        assert began.wait(60)
+        assert began.wait(HANG_S)
     for thread, _, may_end in calls:
         may_end.set()
         thread.join()
@@ -234,11 +235,11 @@ def test_dynamo_passes_over_what_reads_modules_attributes_while_another_thread_t
     def trace():
         with record_module_reads(lambda module: None, Ran()):
             began.set()
-            may_end.wait(60)
+            may_end.wait(HANG_S)
 
     thread = threading.Thread(target=trace)
     thread.start()
-    assert began.wait(60)
+    assert began.wait(HANG_S)
     before = len(torch._dynamo.utils.graph_break_reasons)
     for _ in range(2):
         assert torch.equal(compiled(x), model(x))

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from millstream.capture import Step
 from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import World, assert_same, batches, interpret
+from tests.clocks import HANG_S
 
 
 class Base:
@@ -521,7 +522,7 @@ def test_other_threads_are_not_disturbed_while_tracing():
     started, done, results = threading.Event(), threading.Event(), []
 
     def elsewhere():
-        started.wait(10)
+        started.wait(HANG_S)
         try:
             net, opt = nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)], lr=1.0)
             plan = lr_scheduler.StepLR(opt, 1, gamma=0.5)
@@ -541,12 +542,12 @@ def test_other_threads_are_not_disturbed_while_tracing():
     def step(x):
         if not seen:
             started.set()
-            seen.append(done.wait(10))
+            seen.append(done.wait(HANG_S))
             seen.clear()
         return x * 2
 
     assert Step(step, build=interpret, strict=True)(torch.ones(2)).tolist() == [2, 2]
-    thread.join(10)
+    thread.join(HANG_S)
     (result,) = results
     assert isinstance(result, tuple), result
     assert result[2] == 0.5

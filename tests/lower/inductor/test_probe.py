@@ -8,6 +8,7 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 
 from millstream.lower.inductor import probe
+from tests.clocks import HANG_S
 
 
 class Elsewhere(torch.Tensor):
@@ -29,7 +30,7 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", answer)
     probe._ask_once.cache_clear()
-    yield lambda: (once.wait(10), threads)[1]
+    yield lambda: (once.wait(HANG_S), threads)[1]
     probe._ask_once.cache_clear()
 
 
@@ -38,7 +39,7 @@ def test_it_is_asked_once_in_another_thread(asked):
         probe.ask_early([torch.zeros(2), 3.0])
     (thread,) = asked()
     assert thread is not threading.current_thread()
-    thread.join(10)
+    thread.join(HANG_S)
     assert not thread.is_alive()
 
 

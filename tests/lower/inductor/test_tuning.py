@@ -9,6 +9,7 @@ import torch
 
 from millstream.lower.inductor import tuning
 from millstream.lower.inductor.tuning import keep_choice
+from tests.clocks import HANG_S
 
 SOURCE = "def kernel(): ..."
 
@@ -131,17 +132,18 @@ def test_of_two_that_tune_at_once_one_measures(monkeypatch):
 
     def measure_slowly():
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HANG_S)
         return measure()
 
     first.benchmark_all_configs = measure_slowly
     waiting = threading.Event()
+    monkeypatch.setattr(tuning, "PATIENCE_S", HANG_S)
     monkeypatch.setattr("millstream.cache.time.sleep", lambda seconds: (waiting.set(), go_on.set()))
     keep_choice(first, SOURCE)
     keep_choice(second, SOURCE)
     thread = threading.Thread(target=tune, args=(first, 2))
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(HANG_S)
     tune(second, 1)
     thread.join()
     assert waiting.is_set()

@@ -11,6 +11,7 @@ import builtins
 import functools
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -80,6 +81,7 @@ def _print(*texts: str, file: Any, **how: Any) -> None:
 @contextmanager
 def _stream_recorded(recorder: Recorder, stream: Any, name: Any) -> Iterator[None]:
     """Record what is written to ``stream``; ``name``, the stream or the name that it has in ``sys``, is written to."""
+    thread = threading.get_ident()  # asked for here: in compiled code of other threads Dynamo would look at any call
     with ExitStack() as patches:
         for method in ("write", "writelines", "flush"):
             original = getattr(stream, method, None)
@@ -87,7 +89,7 @@ def _stream_recorded(recorder: Recorder, stream: Any, name: Any) -> Iterator[Non
                 continue
 
             def choose(*args: Any, original: Callable[..., Any] = original, method: str = method) -> Any:
-                if _is_others(recorder, sys._getframe(1)):
+                if threading.get_ident() != thread or _is_others(recorder, sys._getframe(1)):
                     return original(*args)
                 recorder.call(_write, name, method, *args)
                 return len(args[0]) if method == "write" else None

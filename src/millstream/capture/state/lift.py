@@ -8,10 +8,9 @@ changes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, swap_contents
-from millstream.capture.lines import here
 from millstream.capture.state.discover import Found, walk_parameters
 from millstream.capture.state.location import Location
+from millstream.capture.state.others import await_calls, mark_traced, stand_for, stand_ins_for
 from millstream.capture.state.signature import is_lazy_view
 from millstream.errors import CaptureError
-from millstream.locks import ForkSafeLock
+from millstream.locks import TRACING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,14 +127,8 @@ def find_host_scalars(state: Sequence[Lifted]) -> dict[int, torch.device]:
     }
 
 
-TRACING = ForkSafeLock()
-"""Held while tensors of the user's are fake, and PyTorch is patched: one thread at a time."""
-
-LONGEST_WAIT = 300.0
-"""Seconds that another thread waits for tensors that are being traced. Then it has a lock that the step waits for."""
-
 LONGEST_WAIT_TO_FORK = 60.0
-"""Likewise, of a thread that is to fork."""
+"""Seconds that a thread which is to fork waits for another one's trace: that may wait for a lock that this one has."""
 
 
 def _wait_before_fork() -> None:
@@ -151,41 +143,6 @@ def _go_on_after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_wait_before_fork, after_in_parent=_go_on_after_fork)
-
-
-@functools.lru_cache(maxsize=64)  # what is kept by the type of a tensor is found again in the next trace
-def _stand_in_for(thread: int) -> type[FakeTensor]:
-    """A class of fake tensors that are so for one thread only; others wait until the trace has ended.
-
-    What another thread does with such a tensor comes here before PyTorch's C++ code has looked into it, so that after
-    the wait it finds the real tensor in the same object. Where there is none, as the step has made and stored the
-    tensor, an error says so: what was there before is there again.
-    """
-
-    class TracedTensor(FakeTensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            if threading.get_ident() == thread:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
-            if not TRACING.lock.acquire(timeout=LONGEST_WAIT):
-                raise CaptureError(
-                    f"A tensor is being traced by ms.step in another thread, and was not free in {LONGEST_WAIT:.0f} s.",
-                    remedy="Do not hold a lock here that the step waits for.",
-                )
-            TRACING.lock.release()
-            if any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
-                raise CaptureError(
-                    "This tensor was made by a step that another thread has captured, and has no values.",
-                    where=here(),
-                    remedy="Take it anew from where you have it.",
-                )
-            return func(*args, **(kwargs or {}))
-
-    TracedTensor.__name__ = TracedTensor.__qualname__ = "Tensor"  # which programs ask for, and errors say
-    return TracedTensor
 
 
 @contextlib.contextmanager
@@ -215,15 +172,19 @@ def become_fake(
     with mode:
         for index, device in devices.items():
             fakes[index] = torch.empty_like(fakes[index], device=device)
-    kind = _stand_in_for(threading.get_ident())
+    kind, kind_of_parameter = stand_ins_for(threading.get_ident())
     for fake in fakes:
         fake.__class__ = kind
     fake_of = {id(tensor): fake for tensor, fake in zip(tensors, fakes, strict=True)}
     for tensor, fake in zip(tensors, fakes, strict=True):
         if fake.is_leaf:
             fake.grad = None if tensor.grad is None else fake_of.get(id(tensor.grad))
+    classes = [tensor.__class__ for tensor in tensors]
     swapped: list[tuple[Tensor, Tensor]] = []
     try:
+        mark_traced(tensors, kind, kind_of_parameter)
+        TRACING.tracer, TRACING.kinds = threading.get_ident(), (kind, kind_of_parameter)
+        await_calls()
         for tensor, fake in zip(tensors, fakes, strict=True):
             extra = {key: value for key, value in vars(tensor).items() if key not in vars(fake)}
             swap_contents(tensor, fake)
@@ -233,6 +194,10 @@ def become_fake(
     finally:
         for tensor, fake in reversed(swapped):
             swap_contents(tensor, fake)
+        TRACING.kinds = ()
+        for tensor, fake, before in zip(tensors, fakes, classes, strict=True):
+            tensor.__class__ = before
+            stand_for(fake, tensor)
 
 
 def check_apart(written: Sequence[tuple[str, Tensor]]) -> None:

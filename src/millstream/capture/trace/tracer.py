@@ -83,6 +83,7 @@ from millstream.capture.state.impure import PROFILER, STARTED
 from millstream.capture.state.lift import TRACING, become_fake, check_apart, device_of, lift
 from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location
+from millstream.capture.state.others import stand_for
 from millstream.capture.state.signature import (
     SCALARS,
     Reference,
@@ -254,7 +255,10 @@ class _Tracer:
                     try:
                         gm = self._record(inputs)
                     finally:
-                        unknown = {id(change.after): change.before for change in self.snapshot.changes()}
+                        unknown = {}
+                        for change in self.snapshot.changes():
+                            unknown[id(change.after)] = change.before
+                            stand_for(change.after, change.before)
                         self.questions.before = lambda number: unknown.get(id(number), MISSING)
                         self.snapshot.restore()
         except (CaptureError, DataParallelError, NoGraph):

@@ -21,6 +21,7 @@ from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.values import Returned
 from millstream.capture.lines import raise_refusal, told
 from millstream.capture.state.location import Location, SequenceItems, Shared
+from millstream.capture.state.others import stand_for
 from millstream.capture.step.request import NumberInput
 from millstream.capture.trace.scalars import is_number, is_scalar, is_whole
 from millstream.errors import CaptureError
@@ -125,6 +126,14 @@ def widen_counts(optimizer: Optimizer) -> list[_Count]:
         if isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32:
             wide = entry["step"] = count.to(torch.float64)
             counts.append((entry, count, wide))
+    for optimizer in optimizers:
+        for parameter, entry in optimizer.state.items():
+            is_cheap = isinstance(parameter, Tensor) and (parameter.is_cpu or parameter.dtype == torch.float64)
+            count = entry.get("step") if is_cheap and isinstance(entry, dict) else None
+            if isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32:
+                stand_for(wide := count.to(torch.float64), count)
+                entry["step"] = wide
+                counts.append((optimizer, entry, count, wide))
     return counts
 
 
