@@ -60,6 +60,7 @@ class StepState:
     guessed: set[Location] = field(default_factory=set)  # those that were expected to, as others beside them
     # of those, the ones without which no graph could be captured: each value has a graph
     kept: set[Location] = field(default_factory=set)
+    converts: bool | None = None  # see ``Request``
     settled: set[Any] = field(default_factory=set)  # changes of other plain values that were seen
 
     def make_request(
@@ -128,6 +129,7 @@ class StepState:
             host_scalars=find_host_scalars(state),
             settings=settings_of(call.key),
             settled=self.settled,
+            converts=self.converts,
         )
 
     def note_reads(self, found: Found, changed: Sequence[Location], beside: Iterable[Location] = ()) -> None:

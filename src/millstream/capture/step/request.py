@@ -78,6 +78,8 @@ class Request:
     replica: Reducer | None = None  # reduces all gradients between processes, if the step is to do that by itself
     # by position in ``arguments``, dimensions whose sizes are symbols
     dimensions: dict[int, frozenset[int]] = field(default_factory=dict)
+    # whether ``float(number)`` and its like are numbers of the graph; ``None`` as long as nobody knows if it takes that
+    converts: bool | None = None
     is_plain: bool = False  # whether the user's numbers stay what they are, and the graph is for those alone
 
 
@@ -111,6 +113,7 @@ class Traced:
     optimizers: list[Optimizer]  # those that stepped
     writes_arguments: bool  # whether the graph writes to an argument
     sizes: TracedSizes | None = None  # those of arguments, if some were to be symbols
+    num_converted: int = 0  # numbers of the graph that it has got by ``float(number)`` and its like
     record: Recorder | None = None  # of what was read and written, in shadow mode
     differences: list[Difference] = field(default_factory=list)  # likewise, from what was found changed
 
@@ -172,6 +175,10 @@ class TypesCompared(NoGraph):
     """The step may ask of what type a number is in whose place there is another: it traces again with plain ones."""
 
     error: CaptureError  # for where that cannot be
+
+
+class Converted(NoGraph):
+    """The step makes plain numbers by ``float(number)`` or its like: it traces again so that they are of the graph."""
 
 
 @dataclass(eq=False)

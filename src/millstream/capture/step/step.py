@@ -46,6 +46,7 @@ from millstream.capture.step.calls import Call, Calls, specs_of, split_leaves
 from millstream.capture.step.first_run import build_and_run
 from millstream.capture.step.graph import Build, GraphCache, StepGraph
 from millstream.capture.step.request import (
+    Converted,
     Disturbed,
     EagerFirst,
     FirstChange,
@@ -571,7 +572,7 @@ class Step(Generic[P, R]):
             request.replica, request.dimensions, request.plain = self._replica, dimensions, plain
             request.disturbed, request.is_plain = disturbed, is_plain
             try:
-                return request, _trace_twice(request)
+                return request, self._trace_converting(request)
             except FoundLate as late:
                 roots.append((late.name, late.value))
                 where = late.where
@@ -599,6 +600,22 @@ class Step(Generic[P, R]):
             where=where,
             remedy="Make tensors arguments, or make them with PyTorch functions inside of the step.",
         )
+
+    def _trace_converting(self, request: Request) -> Traced:
+        """Trace; what ``float(number)`` and its like give are numbers of the graph, where it takes that and can be."""
+        try:
+            traced = _trace_twice(request)
+        except Converted:
+            request.converts = self._state.converts = True
+            return self._trace_converting(request)
+        except CaptureError:  # as where C takes a plain number only
+            if not request.converts:
+                raise
+            request.converts = self._state.converts = False
+            return self._trace_converting(request)
+        if request.converts:
+            self._state.converts = traced.num_converted > 0
+        return traced
 
     def _drop(self, graph: StepGraph) -> None:
         self._cache.drop(graph)

@@ -11,11 +11,13 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from millstream.capture.trace.scalars import (
     Bounds,
     GraphScalar,
     HostScalar,
+    Questions,
     as_scalar,
     is_double,
     is_scalar,
@@ -58,12 +61,58 @@ def compute(function: Callable[..., Any], *operands: Any, form: Form | None = No
         operands: Scalars and plain values.
         form: How the graph computes it of what it has itself; ``None`` for an operator's.
     """
-    scalars = [each for each in operands if is_scalar(each)]
+    scalars = [*_scalars_in(operands)]
     first = scalars[0]
     if first.is_asked_by_others:
-        return function(*(each.outside() if is_scalar(each) else each for each in operands))
+        return function(*_evaluate(operands, GraphScalar.outside))
     key = function, *map(_key_of, operands)
     return first.once(key, lambda: _computed(function, operands, scalars, form), kept=operands)
+
+
+MOST_ITEMS = 1000
+"""Of a list that the step makes, and that a function gets with a number that changes."""
+
+
+def _scalars_in(operands: Iterable[Any]) -> Iterator[GraphScalar]:
+    for each in operands:
+        if is_scalar(each):
+            yield each
+        elif type(each) in (list, tuple) and len(each) <= MOST_ITEMS:
+            yield from _scalars_in(each)
+
+
+def _evaluate(operands: Iterable[Any], value_of: Callable[[GraphScalar], Any]) -> list[Any]:
+    """Operands with values in the place of scalars."""
+    return [
+        value_of(each)
+        if is_scalar(each)
+        else type(each)(_evaluate(each, value_of))
+        if type(each) in (list, tuple) and any(_scalars_in(each))
+        else each
+        for each in operands
+    ]
+
+
+def _expression_of(operand: Any, questions: Questions) -> Expression:
+    """Gives an operand. Of lists and arrays that the step makes there is a copy; the user's own are read in each call.
+
+    What those hold is compared, as far as it is, like all that the step reads.
+    """
+    if is_scalar(operand):
+        return operand.of
+    if type(operand) in (list, tuple) and any(_scalars_in(operand)):
+        items = tuple(_expression_of(each, questions) for each in operand)
+        return Apply(_list_of if type(operand) is list else _tuple_of, items)
+    is_own = id(operand) in questions.owned
+    return Always(copy.copy(operand) if isinstance(operand, list | np.ndarray) and not is_own else operand)
+
+
+def _list_of(*items: Any) -> list[Any]:
+    return [*items]
+
+
+def _tuple_of(*items: Any) -> tuple[Any, ...]:
+    return items
 
 
 def _key_of(operand: Any) -> Any:
@@ -75,11 +124,11 @@ def _key_of(operand: Any) -> Any:
 def _computed(
     function: Callable[..., Any], operands: tuple[Any, ...], scalars: Sequence[GraphScalar], form: Form | None
 ) -> Any:
-    of = Apply(function, tuple(each.of if is_scalar(each) else Always(each) for each in operands))
+    of = Apply(function, tuple(_expression_of(each, scalars[0].questions) for each in operands))
     if not all(each.is_known for each in scalars):
         return _unknown(function, operands, scalars, of, form)
     try:
-        value = function(*(each.value if is_scalar(each) else each for each in operands))
+        value = function(*_evaluate(operands, attrgetter("value")))
     except Exception:  # which the program may expect
         _take_plainly(scalars)
         raise
@@ -335,7 +384,16 @@ for _name, _function in {
     "ceil": math.ceil,
 }.items():
     setattr(GraphScalar, f"__{_name}__", _of_one(_function))
-for _name, _method in {"divmod": _divmod, "rdivmod": _rdivmod, "round": _round}.items():
+
+
+def _pow(self: GraphScalar, other: Any, modulus: Any = None) -> Any:
+    if modulus is None:
+        return _POWER(self, other)
+    return compute(pow, self, other, modulus) if _is_operand(other) and _is_operand(modulus) else NotImplemented
+
+
+_POWER = _combining(operator.pow, swapped=False)
+for _name, _method in {"divmod": _divmod, "rdivmod": _rdivmod, "round": _round, "pow": _pow}.items():
     setattr(GraphScalar, f"__{_name}__", _method)
 
 
@@ -344,7 +402,6 @@ def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self: function(self.plain())
 
 
-setattr(GraphScalar, "__int__", _of_plain(int))  # noqa: B010 - the parent class declares that it raises
 setattr(GraphScalar, "__complex__", _of_plain(complex))  # noqa: B010
 for _name in ("is_integer", "as_integer_ratio", "conjugate", "hex"):  # which the parent class has
     setattr(GraphScalar, _name, _of_plain(lambda number, name=_name: getattr(number, name)()))

@@ -27,7 +27,7 @@ import gc
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeGuard
 
@@ -84,7 +84,9 @@ class Questions:
     inputs: list[Input] = field(default_factory=list)
     refused: list[CaptureError] = field(default_factory=list)  # what it asked of values that nobody knows yet
     texts: Texts = field(default_factory=Texts)  # text made of them
+    num_converted: int = 0  # how often Python has made a plain number of one that would go on as it is
     thread: int | None = field(default_factory=threading.get_ident)  # that traces; ``None`` after the trace
+    owned: Container[int] = frozenset()  # by id, lists and arrays that were there before the step
     # gives what was there before the program put a number that nobody knows yet there; ``MISSING`` where it did not
     before: Callable[[Any], Any] = lambda number: MISSING
     # has the host compute a number after each replay, for the error that this may be
@@ -262,10 +264,18 @@ class GraphScalar(torch.SymFloat):
         return int(self.value) if self.is_whole else float(self.value)  # NumPy's are of other types
 
     def __float__(self) -> float:
-        return float(self.plain())
+        return float(self._converted())
+
+    def __int__(self) -> int:  # type: ignore[override]  # pyrefly: ignore[bad-override]
+        return int(self._converted())
 
     def __index__(self) -> int:
-        return operator.index(self.plain())  # type: ignore[arg-type] # raises what a float raises
+        return operator.index(self._converted())  # type: ignore[arg-type] # raises what a float raises
+
+    def _converted(self) -> int | float:
+        if not self.is_asked_by_others:
+            self.questions.num_converted += 1
+        return self.plain()
 
     def __bool__(self) -> bool:
         return bool(self != 0)

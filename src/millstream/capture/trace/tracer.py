@@ -97,9 +97,11 @@ from millstream.capture.state.signature import (
 )
 from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
 from millstream.capture.step.request import (
+    Converted,
     FoundLate,
     NoGraph,
     NumbersChanged,
+    OneShot,
     Request,
     StateMissing,
     Traced,
@@ -109,6 +111,7 @@ from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
 from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
+from millstream.capture.trace.patches.conversions import Conversions, can_be_seen
 from millstream.capture.trace.patches.data_parallel import TracedSession
 from millstream.capture.trace.patches.numbers import json_takes_scalars, math_takes_scalars
 from millstream.capture.trace.patches.optimizers import (
@@ -155,8 +158,12 @@ def trace_step(request: Request) -> Traced:
     """
     tracer = _Tracer(request)
     try:
-        return tracer.trace()
+        traced = tracer.trace()
+        tracer.check_conversions()
+        return traced
     except Exception as error:
+        if isinstance(error, CaptureError | OneShot):
+            tracer.check_conversions()
         tracer.make_readable(error)
         raise
     finally:
@@ -201,6 +208,7 @@ class _Tracer:
     differences: list[Difference] = field(default_factory=list)  # likewise, to what was found changed
     new_inputs: NewInputs = field(init=False)
     unsettled: Exception | None = None
+    conversions: Conversions = field(default_factory=Conversions)
 
     def __post_init__(self) -> None:
         self.questions = Questions(self._new_input)
@@ -208,6 +216,7 @@ class _Tracer:
         own = {id(container) for _, container in self.request.found.containers}
         self.recorder = EffectsRecorder(self.questions, own, self._note_writes)
         self.questions.check = self.recorder.check
+        self.questions.owned = own | {id(container) for _, container in self.request.found.long}
         request = self.request
         self.record = make_recorder(request.function, request.arguments)
         self.switches = SwitchWatch(request.settings)
@@ -316,8 +325,9 @@ class _Tracer:
                 self._take_from_others if others_may_write() else None,
                 self._on_computed,
             )
+            converting = self.conversions.seen() if self.request.converts else contextlib.nullcontext()
             # In this order: to the watch, a tracer that the step sets is a debugger.
-            with loads, watch, recorded(self.record):
+            with converting, loads, watch, recorded(self.record):
                 result = self.request.function(*args, **kwargs)
             self.differences = compare_writes(self.record, self.snapshot.changes)
             if not watch.is_whole:
@@ -504,6 +514,11 @@ class _Tracer:
             where=place_of(error),
             remedy=f"If the line also fails without ms.step, correct it; otherwise {instead}.",
         )
+
+    def check_conversions(self) -> None:
+        """Trace again where numbers of the graph would be better than the plain ones that conversions have given."""
+        if self.request.converts is None and self.questions.num_converted and can_be_seen():
+            raise Converted from None
 
     def make_readable(self, error: BaseException | None) -> None:
         """Show numbers in the text of an error, and of its cause, where the tokens are that stand for them."""
@@ -743,6 +758,7 @@ class _Tracer:
             optimizers=self.stepped,
             writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in leaving.replaced),
             sizes=self.sizes,
+            num_converted=self.conversions.num_seen,
             record=self.record,
             differences=self.differences,
         )

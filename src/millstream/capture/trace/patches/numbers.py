@@ -1,18 +1,20 @@
-"""Python's ``math`` and ``json`` take numbers of a graph."""
+"""Python's ``math`` and ``json``, and NumPy, take numbers of a graph."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from millstream._torch.tracing import attributes_here
 from millstream.capture.trace.arithmetic import compute, of_floats
-from millstream.capture.trace.scalars import is_scalar
+from millstream.capture.trace.scalars import GraphScalar, is_scalar, plain_of
 from millstream.capture.trace.sizes import is_traced_size
 
 _OF_MATH = {
@@ -64,3 +66,57 @@ def json_takes_scalars() -> Iterator[None]:
         yield
     finally:
         json.JSONEncoder.default = original  # type: ignore[method-assign]
+
+
+# --- NumPy ------------------------------------------------------------------------------------------------------------
+
+_OF_NUMPY = frozenset(
+    getattr(np, name)
+    for name in """
+    angle around clip digitize fix imag interp isclose max mean median min nan_to_num percentile polyval prod quantile
+    real round searchsorted sinc std sum trapezoid var where
+    """.split()
+)
+"""Functions of NumPy that give a number and look at nothing but their arguments; others are of its ``ufunc`` kind."""
+
+
+def _take_ufunc(_: GraphScalar, ufunc: np.ufunc, method: str, *inputs: Any, **how: Any) -> Any:
+    if method == "__call__" and not how and getattr(np, ufunc.__name__, None) is ufunc:
+        return _computed_by_numpy(ufunc, *inputs)
+    return getattr(ufunc, method)(*map(plain_of, inputs), **how)
+
+
+def _take_function(_: GraphScalar, function: Any, __: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
+    if function in _OF_NUMPY:
+        names = tuple(how)
+        return _computed_by_numpy(_with_names(function, names), *args, *(how[name] for name in names))
+    return function(*map(plain_of, args), **{name: plain_of(value) for name, value in how.items()})
+
+
+def _computed_by_numpy(function: Callable[..., Any], *args: Any) -> Any:
+    """What NumPy computes of numbers, and of lists and arrays of numbers that the host has."""
+    is_known = all(each.is_known for each in args if is_scalar(each))
+    if is_known and all(is_scalar(each) or isinstance(each, _OPERANDS) for each in args):
+        return compute(function, *args)
+    return function(*map(plain_of, args))
+
+
+_OPERANDS = (int, float, np.number, np.ndarray, list, tuple, str, type(None))
+
+
+@functools.cache
+def _with_names(function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function whose last arguments have these names: one object for each, so that what was computed is found."""
+    if not names:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        first = len(args) - len(names)
+        return function(*args[:first], **dict(zip(names, args[first:], strict=True)))
+
+    return call
+
+
+setattr(GraphScalar, "__array_ufunc__", _take_ufunc)  # noqa: B010
+setattr(GraphScalar, "__array_function__", _take_function)  # noqa: B010

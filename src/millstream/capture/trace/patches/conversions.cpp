@@ -1,0 +1,81 @@
+// Lets float(number), int(number) and sequence[number] be asked of a stand-in for a number: see conversions.py.
+//
+// Python converts what they get by __float__ and __index__, which can only give plain numbers. So for a while the
+// functions behind the types themselves are others, which look at the type of one argument and go on as before. They
+// stand in the types alone, and nobody inherits them.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+namespace {
+
+PyObject* hook = nullptr;  // is called with the type, or the sequence, and the stand-in
+PyTypeObject* stand_in = nullptr;
+PyTypeObject* types[] = {&PyFloat_Type, &PyLong_Type, &PyList_Type, &PyTuple_Type, nullptr};  // the last is NumPy's
+vectorcallfunc convert[2];
+binaryfunc look_up[3];
+
+PyObject* ask(PyObject* owner, PyObject* number) {
+  return PyObject_CallFunctionObjArgs(hook, owner, number, nullptr);
+}
+
+template <int N>
+PyObject* converted(PyObject* type, PyObject* const* args, size_t count, PyObject* names) {
+  Py_ssize_t given = PyVectorcall_NARGS(count);
+  if (given == 1 && names == nullptr && Py_TYPE(args[0]) == stand_in) return ask(type, args[0]);
+  if (convert[N] != nullptr) return convert[N](type, args, count, names);
+  PyObject* positional = PyTuple_New(given);  // as Python itself does for a type without such a function
+  if (positional == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < given; i++) PyTuple_SET_ITEM(positional, i, Py_NewRef(args[i]));
+  PyObject* named = names == nullptr ? nullptr : PyDict_New();
+  PyObject* result = nullptr;
+  bool is_made = names == nullptr || named != nullptr;
+  for (Py_ssize_t i = 0; is_made && names != nullptr && i < PyTuple_GET_SIZE(names); i++) {
+    is_made = PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[given + i]) == 0;
+  }
+  if (is_made) result = PyType_Type.tp_call(type, positional, named);
+  Py_DECREF(positional);
+  Py_XDECREF(named);
+  return result;
+}
+
+template <int N>
+PyObject* looked_up(PyObject* sequence, PyObject* key) {
+  return Py_TYPE(key) == stand_in ? ask(sequence, key) : look_up[N](sequence, key);
+}
+
+}  // namespace
+
+#if defined(__GNUC__)
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#else
+#define EXPORT extern "C"
+#endif
+
+// hook, type of stand-ins, NumPy's type of arrays
+EXPORT PyObject* millstream_conversions_begin(PyObject*, PyObject* const* args, Py_ssize_t) {
+  if (hook != nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "conversions are seen already");
+    return nullptr;
+  }
+  hook = Py_NewRef(args[0]);
+  stand_in = reinterpret_cast<PyTypeObject*>(Py_NewRef(args[1]));
+  types[4] = reinterpret_cast<PyTypeObject*>(args[2]);
+  vectorcallfunc others[] = {converted<0>, converted<1>};
+  binaryfunc lookups[] = {looked_up<0>, looked_up<1>, looked_up<2>};
+  for (int i = 0; i < 2; i++) convert[i] = types[i]->tp_vectorcall, types[i]->tp_vectorcall = others[i];
+  for (int i = 0; i < 3; i++) {
+    look_up[i] = types[2 + i]->tp_as_mapping->mp_subscript;
+    types[2 + i]->tp_as_mapping->mp_subscript = lookups[i];
+  }
+  Py_RETURN_NONE;
+}
+
+EXPORT PyObject* millstream_conversions_end(PyObject*, PyObject* const*, Py_ssize_t) {
+  if (hook == nullptr) Py_RETURN_NONE;
+  for (int i = 0; i < 2; i++) types[i]->tp_vectorcall = convert[i];
+  for (int i = 0; i < 3; i++) types[2 + i]->tp_as_mapping->mp_subscript = look_up[i];
+  Py_CLEAR(hook);
+  Py_CLEAR(stand_in);
+  Py_RETURN_NONE;
+}
