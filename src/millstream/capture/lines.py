@@ -52,6 +52,7 @@ _LIBRARY = (
 )
 
 _MODELS = tuple(f"{_LIBRARY[0]}/{part}/" for part in ("nn", "optim", "amp", "distributions"))
+_CALLED = (*_MODELS, *(f"{_LIBRARY[0]}/{part}" for part in ("autograd/", "utils/checkpoint.py")))
 
 
 @functools.cache
@@ -79,6 +80,23 @@ def is_part_of_project(filename: str) -> bool:
 def is_part_of_models(filename: str) -> bool:
     """Whether code in ``filename`` is that part of PyTorch of which users' models and optimizers are made."""
     return str(Path(filename).resolve()).startswith(_MODELS)
+
+
+@functools.cache
+def is_called_by_models(filename: str) -> bool:
+    """Whether code in ``filename`` is PyTorch's, and runs in a step as it is, rather than within operators or tracing."""
+    path = Path(filename).resolve()
+    is_at_top = str(path.parent) == _LIBRARY[0] and path.name not in _OF_TRACING
+    return is_at_top or str(path).startswith(_CALLED)
+
+
+_OF_TRACING = ("overrides.py", "_ops.py", "library.py", "_compile.py")
+
+
+@functools.cache
+def is_millstreams(filename: str) -> bool:
+    """Whether code in ``filename`` is ours."""
+    return str(Path(filename).resolve()).startswith(str(_MILLSTREAM))
 
 
 @functools.cache

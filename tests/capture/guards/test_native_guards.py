@@ -74,8 +74,8 @@ class Scene:
             [
                 (self.settings, 0, Settings),
                 (Settings, 1, Settings.__mro__),
-                *((closure, part, value) for part, value in ((2, closure.__code__), (3, None), (4, None))),
             ],
+            [(closure, closure.__code__, None, None)],
             [self.weight, self.frozen],
             [self.home, None],
             [self.weight],
@@ -196,7 +196,7 @@ def test_a_change_that_is_taken_back_is_none(scene):
 def test_several_listen_to_one_dict(scene):
     other = Scene()
     other.guards = native.QuickGuards(
-        native.load_library(), [(scene.holder, "rate", 0.5)], [scene.holder], [], [], [], [], []
+        native.load_library(), [(scene.holder, "rate", 0.5)], [scene.holder], [], [], [], [], [], []
     )
     assert other.guards.hold() == 1
     scene.holder["rate"] = 0.25
@@ -217,7 +217,7 @@ def test_versions_count_up(scene):
 
 def test_what_cannot_be_watched_is_refused():
     with pytest.raises(ValueError, match="beyond"):
-        native.QuickGuards(native.load_library(), [((1, 2), 0, 1)], [], [], [], [], [], [])
+        native.QuickGuards(native.load_library(), [((1, 2), 0, 1)], [], [], [], [], [], [], [])
 
 
 def test_python_checks_alone_without_a_compiler(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from millstream.capture.guards.guards import Guards
+from millstream.capture.state.borrowed import find_borrowed
 from millstream.capture.state.discover import MAX_ITEMS, defaults_of
 from millstream.capture.state.executed import WHOLE
 from millstream.capture.state.location import MISSING, Location, Shared
@@ -54,7 +55,7 @@ def make_guards(
         guards.expect_form(Location(location.holder, location.key, request.state[index].name), form_of)
     lifted = {*_lifted(request)}
     _add_readings(guards, request, traced, used, lifted)
-    _add_objects(guards, traced)
+    _add_objects(guards, request, traced)
     _add_forms(guards, request, traced, used)
     for entry in used.values():
         for location in entry.locations:
@@ -109,7 +110,7 @@ def _add_readings(
             guards.expect(write.location, MISSING)
 
 
-def _add_objects(guards: Guards, traced: Traced) -> None:
+def _add_objects(guards: Guards, request: Request, traced: Traced) -> None:
     """Expect containers to hold as much as they do, and objects, classes, functions and the environment to stay."""
     targets = traced.effects.targets
     for name, container in traced.used.watched:
@@ -119,10 +120,21 @@ def _add_objects(guards: Guards, traced: Traced) -> None:
         guards.measure(name, attributes)
     for owner in traced.used.owners.values():
         guards.pin(owner)
+    guards.expect_borrowed(_find_borrowed(request, traced), {id(code) for code, _ in traced.frames})
     variables = os.environ._data  # type: ignore[attr-defined]
     for name in sorted(traced.variables):
         key = os.environ.encodekey(name)
         guards.expect(Location(variables, key, f"os.environ[{name!r}]"), variables.get(key, MISSING))
+
+
+def _find_borrowed(request: Request, traced: Traced) -> dict[Location, Any]:
+    """What the code that ran takes from PyTorch and Python's library."""
+    modules = (module for _, root in request.found.modules for module in root.modules())
+    others = (each for _, each in (*request.found.optimizers, *request.found.scalers))
+    owners = (*modules, *others, *traced.used.owners.values())
+    kinds = (each if isinstance(each, type) else type(each) for each in owners)
+    kinds = dict.fromkeys((Tensor, nn.Parameter, *kinds))
+    return find_borrowed(traced.frames, kinds, traced.used.borrowed, traced.handed_on)
 
 
 def _add_forms(guards: Guards, request: Request, traced: Traced, used: Container[int]) -> None:

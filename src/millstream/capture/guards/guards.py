@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 from operator import attrgetter, contains, eq, getitem, is_
@@ -26,7 +26,9 @@ from millstream._torch.distributed.data_parallel import NUM_WRAPPED, data_parall
 from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import layout_check
-from millstream.capture.guards.native import QuickGuards, is_made, load_library
+from millstream.capture.lines import is_users_own
+from millstream.capture.guards.native import ALL, BORROWED, NOTHING, QuickGuards, is_made, load_library
+from millstream.capture.state.borrowed import functions_in, original_of
 from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.location import MISSING, Attributes, Items, Location
@@ -113,6 +115,25 @@ class Entries(Check):
         return ((*pair, value) for pair, value in zip(self.things, self.values, strict=True))
 
 
+class BorrowedEntries(Entries):
+    """Those of PyTorch and Python's library. Each may be absent; a wrapper of ours stands for what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__(_is_same_original, lambda place: dict.get(*place))
+
+    def expect(self, location: Location, value: Any) -> None:
+        self.add((location.holder, location.key, MISSING), location, value)
+
+    def now(self) -> Iterator[Any]:
+        return starmap(dict.get, self.things)
+
+    def holds(self) -> bool:
+        return all(map(is_, self.now(), self.values)) or all(map(self.test, self.now(), self.values))
+
+    def triples(self) -> Iterator[tuple[Any, Any, Any]]:
+        return ((holder, key, value) for (holder, key, _), value in zip(self.things, self.values, strict=True))
+
+
 class AbsentEntries(Entries):
     """Those that must not be there."""
 
@@ -123,7 +144,7 @@ class AbsentEntries(Entries):
 _ANOTHER = "{} is another than before."
 _OTHER_ITEMS = "{} holds other items than before."
 _PARTS = (type, *map(attrgetter, ("__mro__", "__code__", "__defaults__", "__kwdefaults__")))
-"""What may be pinned of an object, a class and a function, in the order in which compiled code knows them."""
+"""What may be pinned of an object, a class and a function, in this order."""
 _OBJECT, _CLASS, _FUNCTION = (0,), (1,), (2, 3, 4)
 
 
@@ -133,6 +154,16 @@ def _wrapped() -> set[int]:
 
 def _itself(thing: Any) -> Any:
     return thing
+
+
+def _is_of_library(holder: Any) -> bool:
+    """Whether it has the variables of a module that is not the user's own, and so hardly ever changes."""
+    file = holder.get("__file__") if type(holder) is dict and "__spec__" in holder else None
+    return isinstance(file, str) and not is_users_own(file)
+
+
+def _is_same_original(now: Any, value: Any) -> bool:
+    return is_same(original_of(now), value) or (value is MISSING and original_of(now) is not now)
 
 
 class Guards:
@@ -149,6 +180,7 @@ class Guards:
         self.entries = Entries()
         self.absent = AbsentEntries(is_, lambda pair: contains(*pair))
         self.cells = Check(_ANOTHER, attrgetter("cell_contents"), is_same)
+        self.borrowed = BorrowedEntries()
         # Compiled code does not know these.
         self.scalers = Check("Gradients were unscaled outside of the step.", is_idle)
         # What places hold looks as it did, though it may be another.
@@ -170,6 +202,7 @@ class Guards:
         self.is_quickened = False  # whether that was tried, be it in vain
         self._slow: list[Check] = []  # those of the checks that have something to look at
         self._quick: list[Check] = []  # likewise, that compiled code does, too
+        self._borrowed: list[Check] = []  # likewise, which compiled code tells apart
 
     # --- what is expected ---------------------------------------------------------------------------------------------
 
@@ -181,6 +214,15 @@ class Guards:
             self.absent.expect(location, False)
         else:
             self.entries.expect(location, value)
+
+    def expect_borrowed(self, places: dict[Location, Any], codes: Container[int]) -> None:
+        """Expect functions and classes of PyTorch's and Python's to stay, and code that ran of them, given by id."""
+        pinned = {id(function): function for value in places.values() for function in functions_in(value)}
+        for location, value in places.items():
+            self.borrowed.expect(location, value)
+        for function in pinned.values():
+            if id(function.__code__) in codes:
+                self.pin(function)
 
     def expect_same(self, location: Location, value: Any) -> None:
         """Expect a place to hold the very object ``value``, which is state of the step."""
@@ -232,6 +274,7 @@ class Guards:
         """Nothing more is expected."""
         known = (self.sizes, self.orders, *self.pins, self.entries, self.absent, self.cells, self.placed)
         self._quick = [check for check in known if check.things]
+        self._borrowed = [self.borrowed] if self.borrowed.things else []
         self._slow = [check for check in (self.scalers, self.forms, self.contents, self.dicts) if check.things]
 
     def quicken(self, written: Sequence[Tensor]) -> None:
@@ -247,26 +290,31 @@ class Guards:
         gradients = [gradient_of.get(id(tensor)) for tensor in self.placed.things]
         pins = [
             (owner, part, value)
-            for part, check in enumerate(self.pins)
+            for part, check in enumerate(self.pins[: _FUNCTION[0]])
             for owner, value in zip(check.things, check.values, strict=True)
         ]
+        code, *defaults = (check.values for check in self.pins[_FUNCTION[0] :])
+        functions = [*zip(self.pins[_FUNCTION[0]].things, code, *defaults, strict=True)]
+        borrowed = [*self.borrowed.triples(), *(entry for entry in entries if _is_of_library(entry[0]))]
         with contextlib.suppress(ValueError):
             self.quick = QuickGuards(
                 library,
-                entries,
+                [entry for entry in entries if not _is_of_library(entry[0])],
                 self.sizes.things,
                 [*zip(self.orders.things, self.orders.values, strict=True)],
                 pins,
+                functions,
                 self.placed.things,
                 gradients,
                 written,
+                borrowed,
             )
 
     def quicken_if_made(self, written: Sequence[Tensor]) -> None:
         """``quicken``, once the code is compiled, if all holds now."""
         if is_made():
             self.quicken(written)
-            if not _all_hold(self._quick) or not self.layouts():  # the compiled code takes the memory that it finds
+            if not _all_hold([*self._quick, *self._borrowed]) or not self.layouts():  # the compiled code takes the memory that it finds
                 self.quick = None
 
     # --- whether it holds ---------------------------------------------------------------------------------------------
@@ -288,8 +336,11 @@ class Guards:
             self.num_wrapped = NUM_WRAPPED[0]
         if not _all_hold(self._slow):
             return None
-        if self.quick is not None and self.quick.hold():
+        held = self.quick.hold() if self.quick is not None else NOTHING
+        if held == ALL:
             return []
+        if held != BORROWED and not _all_hold(self._borrowed):
+            return None
         if not _all_hold(self._quick) or not self.layouts():
             return None
         gradients = [*map(_GRADIENT, self.watched)]
@@ -308,7 +359,7 @@ class Guards:
 
     def broken(self) -> Break | None:
         """The first condition that does not hold."""
-        for entries in (self.entries, self.absent, self.cells):
+        for entries in (self.entries, self.absent, self.cells, self.borrowed):
             for change in entries.broken():
                 return replace(change, is_final=change.location in self.owned)
         if self.num_wrapped != NUM_WRAPPED[0] and self._is_wrapped():

@@ -3,9 +3,11 @@
 // Contract
 // - `hold` gives 1 only if every entry holds the object it held (or an equal plain value), every container as many items
 //   or the same keys in the same order, every object its class, every function its code, and every tensor its memory,
-//   layout, gradient and demand for one. 0 means no more than: let Python look.
+//   layout, gradient and demand for one. 0 means no more than: let Python look; 2, but not at what is borrowed.
 // - The caller keeps alive what is added here, and holds Python's lock.
 // - Where Python tells which dicts change (3.12 and later), dicts are looked into only when one of them has changed.
+// - Borrowed entries are those of modules and classes that hardly ever change, hundreds of them in some dozen dicts. They
+//   have a count of their own; before 3.12 each dict has a version, which is compared.
 
 #include <Python.h>
 
@@ -22,26 +24,36 @@ namespace {
 using Implementation = c10::TensorImpl;
 
 constexpr uint64_t kNever = UINT64_MAX;
-uint64_t num_changes = 0;  // in any dict that Python tells of
+uint64_t num_changes = 0;           // in any dict that Python tells of
+uint64_t num_borrowed_changes = 0;  // likewise, in dicts with borrowed entries
 
 #if PY_VERSION_HEX >= 0x030C0000
 
+template <uint64_t& count>
 int count_change(PyDict_WatchEvent, PyObject*, PyObject*, PyObject*) {
-  ++num_changes;
+  ++count;
   return 0;
 }
 
 // A dict is never let go of again: to hear of it in vain costs a look into the others.
+template <uint64_t& count>
 bool hear_of(PyObject* dict) {
-  static const int listener = PyDict_AddWatcher(count_change);  // of which there are no more than eight
+  static const int listener = PyDict_AddWatcher(count_change<count>);  // of which there are no more than eight
   if (listener >= 0 && PyDict_Watch(listener, dict) == 0) return true;
   PyErr_Clear();
   return false;
 }
 
+uint64_t version_of(PyObject*) { return kNever; }
+
 #else
 
-bool hear_of(PyObject*) { return false; }
+template <uint64_t& count>
+bool hear_of(PyObject*) {
+  return false;
+}
+
+uint64_t version_of(PyObject* dict) { return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag; }
 
 #endif
 
@@ -92,8 +104,18 @@ using Order = std::pair<PyObject*, PyObject*>;
 
 struct Pin {
   PyObject* owner;
-  int part;
+  bool is_class;
   PyObject* value;
+};
+
+// What a function is made of: hundreds are looked at, one cache line each.
+struct Function {
+  PyFunctionObject* owner;
+  PyObject *code, *defaults, *keyword_defaults;
+
+  bool holds() const {
+    return (owner->func_code == code) & (owner->func_defaults == defaults) & (owner->func_kwdefaults == keyword_defaults);
+  }
 };
 
 // What is in dicts, or in something else.
@@ -105,21 +127,39 @@ struct Contents {
   std::vector<Order> orders;
 };
 
+// Entries of dicts that hardly ever change.
+struct Borrowed {
+  struct Dict {
+    PyObject* dict;
+    uint64_t version;  // when its entries were last found to hold
+    std::vector<Entry> entries;
+  };
+
+  bool hold();
+  void add(const Entry& entry);
+
+  std::vector<Dict> dicts;
+  bool hears = true;
+  uint64_t held_at = kNever;
+};
+
 struct Guards {
   Place place(PyObject* tensor) const { return reinterpret_cast<Place>(reinterpret_cast<char*>(tensor) + offset); }
 
   // Where a holder's contents are looked at. A module's names change in each step of a loop that stands in a script.
   Contents& contents_of(PyObject* holder) {
     if (!PyDict_Check(holder) || PyDict_GetItemString(holder, "__builtins__") != nullptr) return others;
-    hears = hear_of(holder) && hears;
+    hears = hear_of<num_changes>(holder) && hears;
     return dicts;
   }
 
   size_t offset;  // of the pointer to the implementation in a Python tensor, in bytes
   Contents dicts, others;
+  Borrowed borrowed;
   bool hears = true;         // whether Python tells of changes in all of these dicts
   uint64_t held_at = kNever;  // the number of changes when the dicts were last found to hold
   std::vector<Pin> pins;
+  std::vector<Function> functions;
   std::vector<Watched> watched;
   std::vector<int64_t> layouts;
   std::vector<Written> written;
@@ -185,16 +225,9 @@ bool has_order(PyObject* dict, PyObject* keys) {
   return true;
 }
 
-PyObject* part_of(const Pin& pin) {
-  PyObject* part = nullptr;
-  switch (pin.part) {
-    case 0: part = reinterpret_cast<PyObject*>(Py_TYPE(pin.owner)); break;
-    case 1: part = reinterpret_cast<PyTypeObject*>(pin.owner)->tp_mro; break;
-    case 2: part = PyFunction_GET_CODE(pin.owner); break;
-    case 3: part = PyFunction_GET_DEFAULTS(pin.owner); break;
-    case 4: part = PyFunction_GET_KW_DEFAULTS(pin.owner); break;
-  }
-  return part == nullptr ? Py_None : part;
+bool holds(const Pin& pin) {
+  if (pin.is_class) return reinterpret_cast<PyTypeObject*>(pin.owner)->tp_mro == pin.value;
+  return reinterpret_cast<PyObject*>(Py_TYPE(pin.owner)) == pin.value;
 }
 
 bool Contents::hold() const {
@@ -210,10 +243,36 @@ bool Contents::hold() const {
   return true;
 }
 
+void Borrowed::add(const Entry& entry) {
+  for (Dict& known : dicts) {
+    if (known.dict == entry.holder) return known.entries.push_back(entry);
+  }
+  hears = hear_of<num_borrowed_changes>(entry.holder) && hears;
+  dicts.push_back({entry.holder, kNever, {entry}});
+}
+
+bool Borrowed::hold() {
+  uint64_t now = num_borrowed_changes;
+  if (hears && held_at == now) return true;
+  for (Dict& each : dicts) {
+    uint64_t version = version_of(each.dict);
+    if (version == each.version && version != kNever) continue;
+    for (const Entry& entry : each.entries) {
+      if (!holds(entry)) return false;
+    }
+    each.version = version;
+  }
+  held_at = now;
+  return true;
+}
+
 bool hold(Guards& guards) {
   for (const Pin& pin : guards.pins) {
-    if (part_of(pin) != pin.value) return false;
+    if (!holds(pin)) return false;
   }
+  bool are_same = true;
+  for (const Function& function : guards.functions) are_same &= function.holds();
+  if (!are_same) return false;
   if (!guards.hears || guards.held_at != num_changes) {
     uint64_t now = num_changes;
     if (!guards.dicts.hold()) return false;
@@ -251,6 +310,12 @@ int millstream_add_entry(Guards* guards, PyObject* holder, PyObject* key, PyObje
   return PyList_Check(holder) ? PyLong_Check(key) : PyCell_Check(holder) || (PyMapping_Check(holder) && !PyTuple_Check(holder));
 }
 
+int millstream_add_borrowed(Guards* guards, PyObject* holder, PyObject* key, PyObject* value) {
+  if (!PyDict_Check(holder)) return 0;
+  guards->borrowed.add({holder, key, value});
+  return 1;
+}
+
 int millstream_add_length(Guards* guards, PyObject* container) {
   guards->contents_of(container).lengths.emplace_back(container, PyObject_Size(container));
   return 1;
@@ -261,9 +326,15 @@ int millstream_add_order(Guards* guards, PyObject* dict, PyObject* keys) {
   return PyDict_Check(dict) && PyTuple_Check(keys);
 }
 
-int millstream_add_pin(Guards* guards, PyObject* owner, int part, PyObject* value) {
-  guards->pins.push_back({owner, part, value});
-  return part == 0 || (part == 1 ? PyType_Check(owner) : PyFunction_Check(owner));
+int millstream_add_pin(Guards* guards, PyObject* owner, int is_class, PyObject* value) {
+  guards->pins.push_back({owner, is_class != 0, value});
+  return !is_class || PyType_Check(owner);
+}
+
+int millstream_add_function(Guards* guards, PyObject* owner, PyObject* code, PyObject* defaults, PyObject* keyword_defaults) {
+  auto part = [](PyObject* value) { return value == Py_None ? nullptr : value; };
+  guards->functions.push_back({reinterpret_cast<PyFunctionObject*>(owner), code, part(defaults), part(keyword_defaults)});
+  return PyFunction_Check(owner);
 }
 
 int millstream_add_tensor(Guards* guards, PyObject* tensor, void* gradient) {
@@ -290,12 +361,17 @@ int millstream_add_written(Guards* guards, PyObject* tensor) {
 }
 
 int millstream_hold(Guards* guards) {
+  int without = guards->borrowed.dicts.empty() ? 0 : 2;
   try {
-    if (hold(*guards)) return 1;
+    if (!guards->borrowed.hold()) {
+      without = 0;
+    } else if (hold(*guards)) {
+      return 1;
+    }
   } catch (const std::exception&) {  // a tensor without memory
   }
   PyErr_Clear();
-  return 0;
+  return without;
 }
 
 void millstream_bump_versions(const Guards* guards) {

@@ -294,13 +294,13 @@ def is_users_module(module: ModuleType, is_theirs: Callable[[str], bool] = is_us
 
 
 def modules_handed_on(frame: FrameType) -> Iterator[ModuleType]:
-    """Modules of the user's that the code of a frame, which computes names, gives to ``getattr`` or ``vars``."""
+    """Modules of Python that the code of a frame, which computes names, gives to ``getattr`` or ``vars``."""
     names = handed_on(frame.f_code)
     places: list[Mapping[str, Any]] = [frame.f_locals, frame.f_globals]
     places += (held for value in [*frame.f_locals.values()] for held in attributes_of(value))
     for held in places:
         for name in names.intersection(held):
-            if isinstance(held[name], ModuleType) and is_users_module(held[name]):
+            if isinstance(held[name], ModuleType):
                 yield held[name]
 
 

@@ -106,6 +106,7 @@ class Found:
     objects: Named[MutableMapping[str, Any]] = field(default_factory=list)  # attributes of objects, classes, functions
     owners: dict[int, Any] = field(default_factory=dict)  # those objects, classes and functions themselves, by id
     namespaces: Named[dict[str, Any]] = field(default_factory=list)  # attributes of the user's Python modules
+    borrowed: list[types.ModuleType] = field(default_factory=list)  # other Python modules
     containers: Named[Any] = field(default_factory=list)  # also arrays, trees of XML and what caches have answered
     long: Named[Any] = field(default_factory=list)  # those that have more than ``MAX_ITEMS`` items: none is followed
     watched: Named[Any] = field(default_factory=list)  # those of both that the code may look into
@@ -303,6 +304,8 @@ class _Search:
             if is_users_module(value):
                 self._plain.append(_Plain(name, vars(value)))
                 self.found.namespaces.append((name, vars(value)))
+            else:
+                self.found.borrowed.append(value)
         elif isinstance(value, type):
             self._visit_class(name, value)
         else:
@@ -320,11 +323,7 @@ class _Search:
                 return
         else:
             value = holder[key] if isinstance(holder, list) else holder.get(key, MISSING)
-        is_library = isinstance(value, type) and not is_users(_file_of(value))
-        is_fixed = isinstance(value, _NEVER_REPLACED) and not (
-            isinstance(value, types.ModuleType) and is_users_module(value)
-        )
-        if not is_library and not is_fixed:
+        if not (isinstance(holder, ClassAttributes) and isinstance(value, _NEVER_REPLACED)):
             self.found.links[Location(holder, key, name)] = value
         self.visit(name, value)
 
@@ -351,7 +350,7 @@ class _Search:
         for variable in sorted(told | names.all & names.globals):
             if variable in function.__globals__:
                 self.follow(variable, function.__globals__, variable)
-        for variable in (told | names.stored).difference(function.__globals__):
+        for variable in (told | names.stored | names.globals).difference(function.__globals__):  # of ``builtins`` so far
             self.found.links[Location(function.__globals__, variable, variable)] = MISSING
         for position, default in enumerate(function.__defaults__ or ()):
             self.visit(f"{parent}default[{position}]", default)
@@ -401,7 +400,7 @@ class _Search:
         self.visit(f"{name}.registry", vars(function).get("registry"))  # of ``functools.singledispatch``
 
     def _visit_container(self, name: str, value: Any) -> None:
-        if is_users(_file_of(type(value))):
+        if is_users(file_of(type(value))):
             if hasattr(value, "__dict__"):
                 self._visit_object(name, value)
             value = Items.of(value) if isinstance(value, dict) else value
@@ -429,7 +428,7 @@ class _Search:
         for base in kind.__mro__:
             if id(base) not in self._seen or base is kind:
                 self._seen[id(base)] = base
-                if is_users(_file_of(base)):  # which may hide later what it inherits
+                if is_users(file_of(base)):  # which may hide later what it inherits
                     self.found.owners[id(base)] = base
                     self._visit_attributes(name, ClassAttributes.of(base), defaults_of(base))
                     for key, _ in filter(self._is_special, [*vars(base).items()]):
@@ -445,9 +444,9 @@ class _Search:
     def _visit_object(self, name: str, value: Any) -> None:
         kind: Any = type(value)
         self._visit_class(name, kind)
-        is_library = kind.__module__.startswith(_VISITED) and is_ours(_file_of(kind))
+        is_library = kind.__module__.startswith(_VISITED) and is_ours(file_of(kind))
         is_library |= any(f"{base.__module__}.{base.__qualname__}" in _OF_PYTHON for base in kind.__mro__)
-        if not is_users(_file_of(kind)) and kind not in NAMESPACES and not is_library:
+        if not is_users(file_of(kind)) and kind not in NAMESPACES and not is_library:
             return
         self.found.owners[id(value)] = value
         library = kind if is_library else None
@@ -508,15 +507,8 @@ _PASSES = frozenset({"__getattribute__", "getattr_static"})
 
 _TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))
 
-_NEVER_REPLACED = (
-    types.ModuleType,
-    types.BuiltinFunctionType,
-    types.MemberDescriptorType,
-    types.GetSetDescriptorType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-)
-"""Not worth a look in every call."""
+_NEVER_REPLACED = (types.MemberDescriptorType, types.GetSetDescriptorType)
+"""What Python makes of slots, in classes: not worth a look in every call."""
 
 
 @functools.cache
@@ -563,7 +555,8 @@ def _package_of(value: Any) -> str:
 _files: WeakKeyDictionary[type, str] = WeakKeyDictionary()  # a class holds all of its module, which may be a user's
 
 
-def _file_of(kind: type) -> str:
+def file_of(kind: type) -> str:
+    """Where a class was written."""
     found = _files.get(kind)
     if found is None:
         try:

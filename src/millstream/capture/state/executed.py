@@ -14,7 +14,7 @@ from _lsprof import Profiler
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FrameType, FunctionType, TracebackType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -29,6 +29,7 @@ from millstream.capture.state.code import (
     Reach,
     Stores,
     computes_a_global,
+    is_users_module,
     modules_handed_on,
     nameable,
     nameable_from,
@@ -55,10 +56,13 @@ class Ran:
     """What ran; ``None`` where nobody has watched."""
 
     codes: set[CodeType] | None = None  # code of functions
+    frames: dict[int, tuple[CodeType, dict[str, Any]]] = field(default_factory=dict)  # all of it, by id; its globals
     # of modules, by id and name of the attribute that was read; ``__dict__`` stands for all of them
     attributes: dict[tuple[int, str], nn.Module] | None = None
     # by id, objects any of whose attributes may have been read, by code that computes their names
     computed: dict[int, Any] = field(default_factory=dict)
+    # by id, modules of Python that are none of the user's, and are given to such code
+    handed_on: dict[int, ModuleType] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)  # names of environment variables that were read
     # code that may have written to objects of the user's, and whether also under names that do not stand in it
     writers: dict[CodeType, bool] = field(default_factory=dict)
@@ -292,8 +296,11 @@ class CodeWatch:
             self._computing[known] = values
             kinds = NAMESPACES if reach is Reach.NAMESPACES else object
             objects = [each for each in nameable(frame) if isinstance(each, kinds)]
-            if reach >= Reach.NAMED:
-                objects += modules_handed_on(frame)
+            for module in modules_handed_on(frame) if reach >= Reach.NAMED else ():
+                if is_users_module(module):
+                    objects.append(module)
+                else:
+                    self._ran.handed_on[id(module)] = module
             self._add_computed(frame, objects)
 
     def _note_given(self, frame: FrameType, value: Any) -> None:
@@ -332,6 +339,7 @@ class CodeWatch:
         waiting, is_new = self._functions.get(id(code), []), id(code) not in self._met or code in self._always
         self._met[id(code)] = code
         self._codes.add(code)
+        self._ran.frames[id(code)] = code, frame.f_globals
         functions = functions_of(frame, waiting)
         for function in functions:
             waiting.remove(function)

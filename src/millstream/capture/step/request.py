@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -106,6 +107,8 @@ class Traced:
     values: list[Any]  # the numbers of the request, as they are after the trace
     used: Found  # what the code reaches that ran
     attributes: dict[tuple[int, str], nn.Module]  # that it read of modules, see ``Ran``
+    frames: list[tuple[CodeType, dict[str, Any]]]  # code that ran, PyTorch's too, and its globals
+    handed_on: list[ModuleType]  # modules of PyTorch's and Python's of which it computes the names of attributes
     effects: Effects  # what to do on the host after every replay
     looked_at: set[int]  # by id, state of which the program read a shape or other metadata, or used the values
     asked: set[int]  # by id, tensors of which it read what arguments and inputs are not compared by otherwise

@@ -27,6 +27,7 @@ from millstream._torch.tensors import FakeTensor, asks_device, device_of_fake, i
 from millstream._torch.tracing import (
     VALUE_NEEDED,
     attributes_here,
+    function_asking,
     graph_being_traced,
     is_higher_order,
     mean_what,
@@ -138,7 +139,7 @@ class FunctionWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, function_asking(func, sys._getframe(1))
         name = getattr(func, "__name__", "")
         if name in _ALWAYS_REFUSED:
             self._fail(VALUE_READERS[name], READ_REMEDY)

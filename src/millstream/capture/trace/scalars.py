@@ -25,6 +25,7 @@ import contextlib
 import functools
 import gc
 import operator
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Sequence
@@ -37,6 +38,8 @@ from torch import Tensor
 
 from millstream.capture.effects.expressions import Apply, Ask, Expression, Read, compile_steps
 from millstream.capture.effects.values import Leaf, Texts, holds_token
+from millstream._torch.tracing import function_asking
+from millstream.capture.effects.values import Always, Expression, Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.location import MISSING
@@ -314,6 +317,13 @@ class GraphScalar(torch.SymFloat):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__copy__()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A function of PyTorch's that takes it in a tensor's place."""
+        return run_with_scalars(function_asking(func, sys._getframe(1)), args, kwargs or {})
 
     def __repr__(self) -> str:
         return self._text(repr)

@@ -751,6 +751,8 @@ class _Tracer:
             values=values,
             used=used,
             attributes=self.ran.attributes or {},
+            frames=[*self.ran.frames.values()],
+            handed_on=[*self.ran.handed_on.values()],
             effects=leaving.effects,
             looked_at=self.looked_at,
             asked=self.asked,

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
+from millstream._torch.tracing import function_asking
 from millstream.capture.state.contents import without_cache
 
 
@@ -54,4 +55,4 @@ class CachesUnfilled(TorchFunctionMode):
                 if frame.f_code in self._codes and not any(frame is each for each in self._without):
                     self._report(frame.f_code.co_name)
                 frame = frame.f_back  # type: ignore[assignment]
-        return func(*args, **(kwargs or {}))
+        return function_asking(func, sys._getframe(1))(*args, **(kwargs or {}))
