@@ -84,9 +84,9 @@ dist: $(SETUP) ## wheel and source archive, checked, in dist/; MILLSTREAM_URL=ht
 	$(PYTHON) -m build
 	$(PYTHON) -m twine check --strict dist/*
 
-matrix: $(SETUP) ## a wheel in empty environments: every Python that is there with every PyTorch of which there is a CPU build
+matrix: $(SETUP) ## a wheel in empty environments: every Python with every PyTorch of which there is a CPU build, or that an interpreter in WITH has
 	$(PYTHON) -m pip install --quiet build
-	$(PYTHON) tools/matrix.py
+	$(PYTHON) tools/matrix.py $(addprefix --with ,$(WITH))
 
 format: $(SETUP) ## format the code
 	$(PYTHON) -m ruff check --fix .

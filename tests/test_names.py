@@ -20,7 +20,13 @@ DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.[a-z_]\w*)+")
 SLASHED = re.compile(r"(?<![\w./*-])(?:\w+/)+\w+\.(?:py|cpp|html)\b")
 #: Loggers, and files of PyTorch and of users.
 OTHERS = {"millstream.workarounds", "millstream.test", "tests.effects"}
-OTHERS |= {"_dynamo/convert_frame.py", "torch/serialization.py", "torch/nn/modules/linear.py", "pkg/train.py"}
+OTHERS |= {
+    "_dynamo/convert_frame.py",
+    "utils/checkpoint.py",
+    "torch/serialization.py",
+    "torch/nn/modules/linear.py",
+    "pkg/train.py",
+}
 
 
 def module_at(dotted):

@@ -1,12 +1,14 @@
 """Try a wheel in empty environments: every Python there is, with every supported PyTorch of which there is a CPU build.
 
 A pair is tried with the README's program and with ``millstream doctor``. CUDA builds are gigabytes and are left
-alone: a pair without a CPU build for this machine counts as not tried. Prints a table for ``docs/install.md``; the
-exit code is 1 if a pair that was tried failed.
+alone, unless ``--with`` names an interpreter that has one: its packages serve the pair of its versions. Else a pair
+without a CPU build for this machine counts as not tried. Prints a table for ``docs/install.md``; the exit code is 1 if
+a pair that was tried failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -20,7 +22,17 @@ TORCHES = ("2.11.0", "2.12.1", "2.13.0")
 LIMIT_S = 900.0  # for one command: downloads included
 
 
+_ASK = """
+import importlib.metadata, sys, sysconfig
+print("%d.%d" % sys.version_info[:2], importlib.metadata.version("torch").partition("+")[0])
+print(sysconfig.get_path("purelib"))
+"""
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--with", dest="given", action="append", default=[], help="an interpreter that has PyTorch")
+    given = dict(map(ask_interpreter, parser.parse_args().given))
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -29,7 +41,7 @@ def main() -> int:
         (work / "readme.py").write_text(readme_program(), encoding="utf-8")
         for python in PYTHONS:
             for torch in TORCHES:
-                results[python, torch] = outcome = attempt(python, torch, wheel, work)
+                results[python, torch] = outcome = attempt(python, torch, wheel, work, given.get((python, torch)))
                 print(f"Python {python}, PyTorch {torch}: {outcome}", flush=True)
     print("\n| Python | PyTorch | |\n|---|---|---|")
     for (python, torch), outcome in results.items():
@@ -37,8 +49,23 @@ def main() -> int:
     return int(any(outcome.startswith("failed") for outcome in results.values()))
 
 
-def attempt(python: str, torch: str, wheel: Path, work: Path) -> str:
-    """Try one pair in an environment of its own; say in a few words what came of it."""
+def ask_interpreter(interpreter: str) -> tuple[tuple[str, str], str]:
+    """The versions of Python and PyTorch that an interpreter has, and the folder of its packages."""
+    versions, folder = run([interpreter, "-c", _ASK]).splitlines()
+    python, torch = versions.split()
+    return (python, torch), folder
+
+
+def attempt(python: str, torch: str, wheel: Path, work: Path, packages: str | None) -> str:
+    """Try one pair in an environment of its own; say in a few words what came of it.
+
+    Args:
+        python: Version of Python.
+        torch: Version of PyTorch.
+        wheel: What is tried.
+        work: Where to.
+        packages: A folder in which this PyTorch lies; ``None`` to install a CPU build.
+    """
     interpreter = shutil.which(f"python{python}")
     if interpreter is None or not works(interpreter):
         return "not tried: no such Python here"
@@ -46,10 +73,13 @@ def attempt(python: str, torch: str, wheel: Path, work: Path) -> str:
     binary = place / "bin" / "python"
     try:
         run([interpreter, "-m", "venv", str(place)])
-        try:
-            run([str(binary), "-m", "pip", "install", "--quiet", "--only-binary=:all:", f"torch=={torch}+cpu"])
-        except subprocess.CalledProcessError:
-            return "not tried: no CPU build here"
+        if packages is not None:
+            (place / "lib" / f"python{python}" / "site-packages" / "given.pth").write_text(f"{packages}\n")
+        else:
+            try:
+                run([str(binary), "-m", "pip", "install", "--quiet", "--only-binary=:all:", f"torch=={torch}+cpu"])
+            except subprocess.CalledProcessError:
+                return "not tried: no CPU build here"
         run([str(binary), "-m", "pip", "install", "--quiet", str(wheel)])
         run([str(binary), str(work / "readme.py")], cwd=work)
         run([str(binary), "-m", "millstream", "doctor"], cwd=work)
@@ -66,8 +96,8 @@ def works(interpreter: str) -> bool:
     return subprocess.run([interpreter, "--version"], capture_output=True, check=False).returncode == 0
 
 
-def run(command: list[str], cwd: Path | None = None) -> None:
-    subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+def run(command: list[str], cwd: Path | None = None) -> str:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout
 
 
 def readme_program() -> str:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-# Before torch is imported: sample inputs are tiny, and threads would only wait for each other.
+# Before torch is imported: sample inputs are tiny, and threads would only wait for each other. Each case forks, and
+# would start compiling processes of its own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 from torch import Tensor

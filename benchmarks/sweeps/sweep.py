@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from importlib.metadata import version
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -78,8 +79,9 @@ class Sweep:
     limit_s: float = 1800
 
     def path(self, folder: Path) -> Path:
-        """Where the results are; the table stands beside them."""
-        return folder / f"{self.module.rpartition('.')[2]}.jsonl"
+        """Where the results with this release of PyTorch are; the table stands beside them."""
+        release = ".".join(version("torch").split(".")[:2])
+        return folder / f"{self.module.rpartition('.')[2]}_{release}.jsonl"
 
 
 def read_results(path: Path) -> dict[str, Result]:
@@ -144,6 +146,7 @@ def main(sweep: Sweep) -> None:
     options = parser.parse_args()
     deadline = time.monotonic() + options.budget_seconds
     path = sweep.path(options.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
     known = read_results(path)
     waiting = [case for case in sweep.list_cases() if case not in known or known[case].outcome in options.again]
     cases = [] if options.table else options.cases or waiting

@@ -50,6 +50,13 @@ class Tracing(ForkSafeLock):
         super().__init__()
         self.kinds, self.tracer, self.running = tuple[type, ...](), 0, list[int]()
 
+    def is_elsewhere(self) -> bool:
+        """Whether another thread traces now."""
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
+            return False
+        return True
+
     def run(self, program: Callable[[list[Any]], R], inputs: list[Any]) -> R:
         """``program(inputs)``, when no other thread traces any of them."""
         thread = threading.get_ident()

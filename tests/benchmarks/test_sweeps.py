@@ -11,12 +11,14 @@ import torch
 from benchmarks.sweeps import opinfo, zoo
 from benchmarks.sweeps.sweep import Outcome
 
+RELEASE = ".".join(torch.__version__.split(".")[:2])
+
 
 def run_sweep(folder, *arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "tests.benchmarks.pretended_sweep", "--out", str(folder), *arguments]
     told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    lines = (folder / "pretended_sweep.jsonl").read_text().splitlines()
+    lines = (folder / f"pretended_sweep_{RELEASE}.jsonl").read_text().splitlines()
     return int(told.split()[0]), {each["case"]: each for each in map(json.loads, lines)}
 
 
@@ -29,7 +31,7 @@ def test_a_case_that_ends_its_process_is_wrong_and_the_rest_goes_on(tmp_path):
         "two": "equal",
     }
     assert results["dies"]["detail"] == "the process ended with 3: the last line"
-    table = (tmp_path / "pretended_sweep.md").read_text()
+    table = (tmp_path / f"pretended_sweep_{RELEASE}.md").read_text()
     assert "4: 2 equal, 1 wrong, 1 fell back, 0 not comparable" in table
     assert "| falls back | 1 | because / of this |" in table
 
@@ -48,7 +50,7 @@ def test_a_sweep_whose_time_is_up_leaves_the_rest_for_later(tmp_path):
 def test_results_of_other_commits_stand_apart_in_the_table(tmp_path):
     run_sweep(tmp_path, "one", "falls back", "--commit", "first")
     run_sweep(tmp_path, "two", "--commit", "second")
-    table = (tmp_path / "pretended_sweep.md").read_text().splitlines()
+    table = (tmp_path / f"pretended_sweep_{RELEASE}.md").read_text().splitlines()
     assert [line.split("commit ")[1] for line in table if "commit" in line] == [
         "first | 2: 1 equal, 0 wrong, 1 fell back, 0 not comparable |",
         "second | 1: 1 equal, 0 wrong, 0 fell back, 0 not comparable |",
@@ -58,7 +60,7 @@ def test_results_of_other_commits_stand_apart_in_the_table(tmp_path):
 
 def test_a_sweep_taken_up_again_runs_what_has_no_result(tmp_path):
     assert run_sweep(tmp_path, "one", "falls back")[0] == 2
-    assert "- **Not run yet:** 2" in (tmp_path / "pretended_sweep.md").read_text()
+    assert "- **Not run yet:** 2" in (tmp_path / f"pretended_sweep_{RELEASE}.md").read_text()
     assert run_sweep(tmp_path)[0] == 2
     count, results = run_sweep(tmp_path, "--again", "fell back")
     assert count == 1

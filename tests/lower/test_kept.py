@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+import types
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -471,7 +473,8 @@ def test_one_process_lowers_and_others_wait(kept, folder, monkeypatch, has_lower
     for path in programs:
         path.unlink()
     is_waiting = threading.Event()
-    monkeypatch.setattr(cache.time, "sleep", lambda _: is_waiting.set())
+    waits = {"sleep": lambda _: is_waiting.set()}  # here alone: a trace sleeps, too
+    monkeypatch.setattr(cache, "time", types.SimpleNamespace(**{**vars(time), **waits}))
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         for path in programs:  # each open file has its own lock, as those of two processes
             fcntl.flock(stack.enter_context(path.with_suffix(".lock").open("a")), fcntl.LOCK_EX)

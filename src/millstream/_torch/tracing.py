@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodWrapperType, ModuleType
 from typing import Any
 
@@ -34,8 +35,6 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.utils._python_dispatch import _disable_current_modes
-
-from millstream.heap import instances
 
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise when a program needs a value, or a shape that depends on values."""
@@ -208,31 +207,26 @@ def reads_seen(kind: Any, on_read: Callable[[Any, str, FrameType], None]) -> Ite
         del kind.__getattribute__
 
 
-def function_asking(func: Any, frame: FrameType) -> Any:
-    """What a mode, or a tensor of some class, is to call that is asked in ``frame`` to call ``func``.
+def code_asking(func: Any, frame: FrameType) -> CodeType | None:
+    """The code of the function of PyTorch's in whose name ``func`` is called by ``frame``, if that is another one.
 
-    A function of PyTorch's that is written in Python names itself, ``handle_torch_function(silu, ...)``. Where a user
-    has put another in its place, that calls it or not, the name is the other's, which would be called once more.
+    A function of PyTorch's that is written in Python has modes and subclasses of tensors called by its own name, as in
+    ``handle_torch_function(silu, ...)``. Where a user has put another in its place, whether that calls it or not, the
+    name is the other's.
     """
     asking = frame.f_back
-    if frame.f_code is not _ASKING or asking is None or _is_of(func, asking.f_code):
-        return func
-    return _function_of(asking.f_code) or func
+    return None if frame.f_code is not _ASKING or asking is None or _is_of(func, asking.f_code) else asking.f_code
 
 
 _ASKING = torch.overrides.handle_torch_function.__code__
-_PYTORCH = os.path.dirname(torch.__file__) + os.sep
+_PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def _is_of(func: Any, code: CodeType) -> bool:
     if isinstance(func, FunctionType):
         return func.__code__ is code or func.__code__.co_filename.startswith(_PYTORCH)
-    return isinstance(func, MethodWrapperType) or getattr(func, "__name__", "") == code.co_name
-
-
-@functools.lru_cache(maxsize=64)
-def _function_of(code: CodeType) -> FunctionType | None:
-    return next((each for each in instances([FunctionType]) if each.__code__ is code), None)
+    is_operator = isinstance(func, torch._ops.OperatorBase | MethodWrapperType)
+    return is_operator or getattr(func, "__name__", "") == code.co_name
 
 
 def pretend_compiling() -> AbstractContextManager[None]:

@@ -84,7 +84,7 @@ def is_part_of_models(filename: str) -> bool:
 
 @functools.cache
 def is_called_by_models(filename: str) -> bool:
-    """Whether code in ``filename`` is PyTorch's, and runs in a step as it is, rather than within operators or tracing."""
+    """Whether code is PyTorch's, and runs in a step as it is, rather than within operators or tracing."""
     path = Path(filename).resolve()
     is_at_top = str(path.parent) == _LIBRARY[0] and path.name not in _OF_TRACING
     return is_at_top or str(path).startswith(_CALLED)

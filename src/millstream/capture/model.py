@@ -39,10 +39,10 @@ from millstream._torch.compiler.lookups import compile_for
 from millstream._torch.distributed.data_parallel import call_around
 from millstream._torch.hooks import HOOKS_OF_MODULE, count_hooks, hooks_of_all_modules
 from millstream._torch.operators import is_differentiated_outside
+from millstream._torch.switches import IN_GRAPHS
 from millstream.capture.lines import is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.capture.trace.unsupported import within_transform
-from millstream._torch.switches import IN_GRAPHS
 from millstream.device.switches import install_later
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user, why_disabled
 from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure

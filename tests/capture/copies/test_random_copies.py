@@ -22,7 +22,6 @@ CAPTURED = 0.9
 SHARDS = [range(first, first + SHARD) for first in range(FIRST, FIRST + FUZZ, SHARD)] or [FEW]
 
 
-@pytest.mark.xfail(strict=True, reason="TorchInductor reads state that is copied after it has been written")
 @pytest.mark.parametrize("seeds", SHARDS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 def test_random_copies_are_eagers(seeds, record_property):
     outcomes = [outcome for seed in seeds if (outcome := run(make_program(seed))).is_valid]

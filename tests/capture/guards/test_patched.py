@@ -97,7 +97,7 @@ REPLACEMENTS = {
     (HERE, "F"): Other,
     (HERE, "max"): lambda *_: 9,  # which hides the one of Python's
     (HERE, "checkpoint"): lambda function, x, **_: five(x),
-    (F.softmax, "__code__"): (lambda input, dim=None, _stacklevel=3, dtype=None: input * 5).__code__,
+    (F.softmax, "__code__"): (lambda input, dim=None, _stacklevel=3, dtype=None: input * 5).__code__,  # noqa: A006
     (F.layer_norm, "__defaults__"): (None, None, 1.0),
 }
 

@@ -780,6 +780,8 @@ ELSEWHERE = (
     "with a key that is another",  # test_effects.py
     "ever more that was made outside",  # test_step_refusals.py
     "ever other values",  # test_effects.py
+    "within a transform",  # capture/model/test_transforms.py
+    "on meta and has no values",  # test_step_models.py
     "The step writes to",  # test_step_writers.py
     "The step starts",  # test_step_impure.py
     "eager_region",  # test_eager_regions.py

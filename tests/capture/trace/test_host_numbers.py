@@ -33,7 +33,7 @@ ONE_GRAPH = {
     "clip": lambda s: float(np.clip(s / 20, 0, 1)) + np.clip(s, a_min=1, a_max=9),
     "interp": lambda s: float(np.interp(s, [0, 100], [0, 1])) + np.interp(s, ARRAY * 30, ARRAY),
     "ufunc": lambda s: np.cos(s / 100) + np.maximum(s, 3) * 1.0 + np.float32(2) * s + np.sqrt(s) + np.sin(float(s)),
-    "round of NumPy": lambda s: np.round(s / 7, 2) + np.mean([s, 1.0, 2 * s]),
+    "round of NumPy": lambda s: np.round(s / 7, 2) + np.searchsorted(ARRAY, s / 50) + np.polyval([1.0, 2.0], s),
     "list": lambda s: SCHEDULE[s] + SCHEDULE[-s] + SCHEDULE[int(s / 2)],
     "tuple": lambda s: TABLE[s % 10],
     "array": lambda s: ARRAY[s] * 2,
@@ -78,6 +78,7 @@ NOT_YET = {
     "bound by name": lambda s: cos(s),
     "constructor of NumPy": lambda s: np.float64(s) * 2,
     "array without dimensions": lambda s: float(np.array(s) * 2),
+    "list of NumPy's": lambda s: np.mean([s, 1.0, 2 * s]),
     "bit_length": lambda s: s.bit_length() * 1.0,
     "looked up in a dict": lambda s: {n: n / 2 for n in range(40)}[int(s)],
 }

@@ -257,7 +257,7 @@ USES = {
     "kind": lambda weight, _: isinstance(weight, nn.Parameter) and weight.is_leaf and weight.requires_grad,
     "memory": lambda weight, _: weight.data_ptr() == weight.untyped_storage().data_ptr() != 0,
     "detached": lambda weight, _: type(weight.detach()) is torch.Tensor,
-    "gradient": lambda weight, _: weight.grad is None or type(weight.grad) is torch.Tensor,
+    "gradient": lambda weight, _: type(weight.grad) in (torch.Tensor, type(None)),
     "in a module": lambda weight, _: type(nn.functional.linear(torch.ones(3, 4), weight)) is torch.Tensor,
     "for a gradient": lambda weight, _: bool(torch.autograd.grad((weight * 2).sum(), weight)[0].eq(2).all()),
     "copy": lambda weight, _: is_parameter(copy.copy(weight)),
@@ -347,7 +347,7 @@ def test_threads_that_use_a_model_while_its_step_is_captured_again_and_again_get
     stop, calls = threading.Event(), []
 
     def use(seed):
-        rng, names = random.Random(seed), [*USES]
+        rng, names = random.Random(seed), [name for name in USES if name != "written" and "optimizer" not in name]
         while not stop.is_set():
             calls.append(name := rng.choice(names))
             assert USES[name](model.layer.weight, (model, optimizer)), name
@@ -511,8 +511,6 @@ def test_an_uncompiled_function_can_be_compiled_after_captures_at_once():
         """
         import threading, torch
         from millstream.capture import Step
-from millstream.capture.state import others
-from millstream.locks import TRACING
         from tests.capture.worlds import interpret
         def trial(barrier):
             model = torch.nn.Linear(8, 4)

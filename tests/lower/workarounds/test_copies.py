@@ -134,7 +134,10 @@ def use_before_and_after(a, b, c, x):
 def read_bits(a, b, c, x):
     c.copy_(a.view(torch.int16)[:, ::2])
     a[:, 2:5] = x[:, 2:5]
-    b.copy_(b.view(torch.int16)[:, 1::2])
+
+
+def become_bits(a, b, c, x):
+    b.copy_(b.view(torch.int16)[:, 1::2].clone())
 
 
 def return_old(a, b, c, x):
@@ -172,6 +175,7 @@ FORMS = [
     put_beside,
     use_before_and_after,
     read_bits,
+    become_bits,
     return_old,
     return_edited,
 ]

@@ -26,8 +26,8 @@ from millstream._torch.distributed.data_parallel import NUM_WRAPPED, data_parall
 from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import layout_check
-from millstream.capture.lines import is_users_own
 from millstream.capture.guards.native import ALL, BORROWED, NOTHING, QuickGuards, is_made, load_library
+from millstream.capture.lines import is_users_own
 from millstream.capture.state.borrowed import functions_in, original_of
 from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
 from millstream.capture.state.discover import MAX_ITEMS
@@ -35,6 +35,7 @@ from millstream.capture.state.location import MISSING, Attributes, Items, Locati
 from millstream.capture.state.signature import is_same
 from millstream.capture.trace.scalars import is_number
 from millstream.device.switches import install_later
+from millstream.locks import TRACING
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +315,9 @@ class Guards:
         """``quicken``, once the code is compiled, if all holds now."""
         if is_made():
             self.quicken(written)
-            if not _all_hold([*self._quick, *self._borrowed]) or not self.layouts():  # the compiled code takes the memory that it finds
+            if (
+                not _all_hold([*self._quick, *self._borrowed]) or not self.layouts()
+            ):  # the compiled code takes the memory that it finds
                 self.quick = None
 
     # --- whether it holds ---------------------------------------------------------------------------------------------
@@ -339,7 +342,8 @@ class Guards:
         held = self.quick.hold() if self.quick is not None else NOTHING
         if held == ALL:
             return []
-        if held != BORROWED and not _all_hold(self._borrowed):
+        # Another thread that traces has its own in the place of some of PyTorch's functions: that is no change.
+        if held != BORROWED and not (_all_hold(self._borrowed) or TRACING.is_elsewhere() or _all_hold(self._borrowed)):
             return None
         if not _all_hold(self._quick) or not self.layouts():
             return None

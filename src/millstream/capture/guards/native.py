@@ -51,7 +51,7 @@ class QuickGuards:
         ValueError: Something cannot be watched in this way.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one a kind of what is compared
         self,
         library: ctypes.PyDLL,
         entries: Sequence[tuple[Any, Any, Any]],
@@ -66,7 +66,9 @@ class QuickGuards:
     ) -> None:
         self._handle: ctypes.c_void_p | None = None  # until there is one: an interrupt may come first
         # The compiled code borrows; holding on to things is left to Python, whose collector can see through it.
-        self._kept = tuple(map(list, (entries, containers, orders, pins, functions, tensors, gradients, written, borrowed)))
+        self._kept = tuple(
+            map(list, (entries, containers, orders, pins, functions, tensors, gradients, written, borrowed))
+        )
         self._drop = library.millstream_drop
         self._handle = handle = ctypes.c_void_p(library.millstream_make(place_of_implementation()))
         self.hold = functools.partial(library.millstream_hold, handle)

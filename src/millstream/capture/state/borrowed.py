@@ -170,9 +170,7 @@ class _Search:
                 self.visit_class(kind)
                 kind = vars(kind).get(name)
 
-    def _add(
-        self, holder: dict[str, Any], name: str, value: Any, *, prefix: str = "", is_users: bool = False
-    ) -> None:
+    def _add(self, holder: dict[str, Any], name: str, value: Any, *, prefix: str = "", is_users: bool = False) -> None:
         value = original_of(value)
         if value is MISSING or _is_code(value) or (is_users and isinstance(value, SCALARS)):
             prefix = prefix or (f"{where}." if (where := holder.get("__name__")) else "")

@@ -350,7 +350,9 @@ class _Search:
         for variable in sorted(told | names.all & names.globals):
             if variable in function.__globals__:
                 self.follow(variable, function.__globals__, variable)
-        for variable in (told | names.stored | names.globals).difference(function.__globals__):  # of ``builtins`` so far
+        for variable in (told | names.stored | names.globals).difference(
+            function.__globals__
+        ):  # of ``builtins`` so far
             self.found.links[Location(function.__globals__, variable, variable)] = MISSING
         for position, default in enumerate(function.__defaults__ or ()):
             self.visit(f"{parent}default[{position}]", default)

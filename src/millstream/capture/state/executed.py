@@ -6,6 +6,7 @@ code would read need not be the same in each call.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import sys
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from millstream._torch.tracing import reads_seen
+from millstream._torch.tracing import code_asking, reads_seen
 from millstream.capture.effects.values import holds_token
 from millstream.capture.lines import is_asked_by_user, is_ours, is_part_of_models, is_pythons, is_users, is_users_own
 from millstream.capture.state.code import (
@@ -38,7 +39,7 @@ from millstream.capture.state.code import (
 )
 from millstream.capture.state.impure import ImpureCalls, beyond_library, writer_kinds
 from millstream.capture.state.location import Location
-from millstream.heap import objects_of_types
+from millstream.heap import instances, objects_of_types
 
 T = TypeVar("T")
 
@@ -430,6 +431,17 @@ def unwatched(function: Callable[..., T], *args: Any) -> T:
         return function(*args)
     finally:
         sys.setprofile(watch)
+
+
+def function_asking(func: Any, frame: FrameType) -> Any:
+    """What a mode, or a tensor, is to call that ``frame`` asks to call ``func``: what has been replaced by that."""
+    code = code_asking(func, frame)
+    return func if code is None else unwatched(_function_of, code) or func
+
+
+@functools.lru_cache(maxsize=64)
+def _function_of(code: CodeType) -> FunctionType | None:
+    return next((each for each in instances([FunctionType]) if each.__code__ is code), None)
 
 
 _PUTTING_TOGETHER = frozenset({"format", "format_map", "join"})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, swap_contents
-from millstream._torch.tracing import function_asking
-from millstream.capture.lines import here
 from millstream.capture.state.discover import Found, walk_parameters
 from millstream.capture.state.location import Location
 from millstream.capture.state.others import await_calls, mark_traced, stand_for, stand_ins_for
@@ -146,42 +143,6 @@ def _go_on_after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_wait_before_fork, after_in_parent=_go_on_after_fork)
-
-
-@functools.lru_cache(maxsize=64)  # what is kept by the type of a tensor is found again in the next trace
-def _stand_in_for(thread: int) -> type[FakeTensor]:
-    """A class of fake tensors that are so for one thread only; others wait until the trace has ended.
-
-    What another thread does with such a tensor comes here before PyTorch's C++ code has looked into it, so that after
-    the wait it finds the real tensor in the same object. Where there is none, as the step has made and stored the
-    tensor, an error says so: what was there before is there again.
-    """
-
-    class TracedTensor(FakeTensor):
-        @classmethod
-        def __torch_function__(
-            cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            func = function_asking(func, sys._getframe(1))
-            if threading.get_ident() == thread:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
-            if not TRACING.lock.acquire(timeout=LONGEST_WAIT):
-                raise CaptureError(
-                    f"A tensor is being traced by ms.step in another thread, and was not free in {LONGEST_WAIT:.0f} s.",
-                    remedy="Do not hold a lock here that the step waits for.",
-                )
-            TRACING.lock.release()
-            if any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
-                raise CaptureError(
-                    "This tensor was made by a step that another thread has captured, and has no values.",
-                    where=here(),
-                    remedy="Take it anew from where you have it.",
-                )
-            return func(*args, **(kwargs or {}))
-
-    TracedTensor.__name__ = TracedTensor.__qualname__ = "Tensor"  # which programs ask for, and errors say
-    return TracedTensor
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from millstream._torch.tensors import FakeTensor, asks_device
 from millstream.capture.lines import here
+from millstream.capture.state.executed import function_asking
 from millstream.errors import CaptureError
 from millstream.locks import TRACING
 
@@ -49,9 +50,9 @@ def stand_ins_for(thread: int) -> tuple[type[FakeTensor], type[FakeTensor]]:
     """Classes of tensors that are fake for one thread only, and of such parameters; others wait until it has traced.
 
     What another thread does with such a tensor comes here before PyTorch's C++ code has looked into it, so that after
-    the wait it finds the real tensor in the same object. Where the step has made and stored the tensor, it gets what was
-    there before, and where that was none an error. A call that had looked at the object before it was of this class,
-    and into it afterwards, comes here as an operator.
+    the wait it finds the real tensor in the same object. Where the step has made and stored the tensor, what was there
+    before takes its place, or where that was none an error. A call that had looked at the object before it was of this
+    class, and into it afterwards, comes here as an operator.
     """
 
     class TracedTensor(FakeTensor):
@@ -59,6 +60,7 @@ def stand_ins_for(thread: int) -> tuple[type[FakeTensor], type[FakeTensor]]:
         def __torch_function__(
             cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
+            func = function_asking(func, sys._getframe(1))
             if threading.get_ident() == thread:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
@@ -72,14 +74,14 @@ def stand_ins_for(thread: int) -> tuple[type[FakeTensor], type[FakeTensor]]:
             cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
             if threading.get_ident() == thread:
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[arg-type]
             if func is asks_device:  # maybe with a lock of autograd's, for which the trace may be waiting
                 return args[0].fake_device
             args, kwargs = _with_values((args, kwargs or {}))
             return func(*args, **kwargs)
 
         @property
-        def device(self) -> torch.device:
+        def device(self) -> torch.device:  # type: ignore[override]
             if threading.get_ident() == thread:
                 return FakeTensor.device.fget(self)  # type: ignore[attr-defined]
             return _with_values(self).device

@@ -26,8 +26,8 @@ from millstream._torch.distributed.data_parallel import watch_wrapping
 from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import ambient
 from millstream._torch.operators import is_differentiated_outside
-from millstream._torch.tensors import has_shared_memory
 from millstream._torch.switches import present
+from millstream._torch.tensors import has_shared_memory
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.state.discover import Found, discover

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import builtins
-import copy
 import itertools
 import math
 import operator
@@ -94,17 +93,13 @@ def _evaluate(operands: Iterable[Any], value_of: Callable[[GraphScalar], Any]) -
 
 
 def _expression_of(operand: Any, questions: Questions) -> Expression:
-    """Gives an operand. Of lists and arrays that the step makes there is a copy; the user's own are read in each call.
-
-    What those hold is compared, as far as it is, like all that the step reads.
-    """
+    """Gives an operand. What lists and arrays hold is read in each call, and compared like all that the step reads."""
     if is_scalar(operand):
         return operand.of
     if type(operand) in (list, tuple) and any(_scalars_in(operand)):
         items = tuple(_expression_of(each, questions) for each in operand)
         return Apply(_list_of if type(operand) is list else _tuple_of, items)
-    is_own = id(operand) in questions.owned
-    return Always(copy.copy(operand) if isinstance(operand, list | np.ndarray) and not is_own else operand)
+    return questions.borrow(operand) if isinstance(operand, list | np.ndarray) else Always(operand)
 
 
 def _list_of(*items: Any) -> list[Any]:

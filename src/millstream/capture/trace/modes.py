@@ -27,7 +27,6 @@ from millstream._torch.tensors import FakeTensor, asks_device, device_of_fake, i
 from millstream._torch.tracing import (
     VALUE_NEEDED,
     attributes_here,
-    function_asking,
     graph_being_traced,
     is_higher_order,
     mean_what,
@@ -45,7 +44,7 @@ from millstream.capture.lines import (
     raise_refusal,
     user_frames,
 )
-from millstream.capture.state.executed import unwatched
+from millstream.capture.state.executed import function_asking, unwatched
 from millstream.capture.trace.scalar_functions import run_with_scalars
 from millstream.capture.trace.scalars import GraphScalar
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from millstream.capture.state.executed import function_asking
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, is_tensor, is_whole, plain_of
 
 _TAKE_TENSORS = frozenset(
@@ -160,6 +162,9 @@ def _run_foreach(name: str, function: Callable[..., Any], args: tuple[Any, ...],
     return function(*map(replaced, args), **{key: replaced(value) for key, value in kwargs.items()})
 
 
-# A function of PyTorch's that takes a scalar in a tensor's place, where no mode sees it.
-_run: Any = classmethod(lambda cls, func, types, args=(), kwargs=None: run_with_scalars(func, args, kwargs or {}))
-setattr(GraphScalar, "__torch_function__", _run)  # noqa: B010
+def _run(_cls: Any, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """A function of PyTorch's that takes a scalar in a tensor's place, where no mode sees it."""
+    return run_with_scalars(function_asking(func, sys._getframe(1)), args, kwargs or {})
+
+
+setattr(GraphScalar, "__torch_function__", classmethod(_run))  # noqa: B010

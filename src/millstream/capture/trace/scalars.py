@@ -25,10 +25,9 @@ import contextlib
 import functools
 import gc
 import operator
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias, TypeGuard
 
@@ -36,10 +35,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.capture.effects.expressions import Apply, Ask, Expression, Read, compile_steps
+from millstream.capture.effects.expressions import Always, Apply, Ask, Expression, Read, compile_steps
 from millstream.capture.effects.values import Leaf, Texts, holds_token
-from millstream._torch.tracing import function_asking
-from millstream.capture.effects.values import Always, Expression, Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.location import MISSING
@@ -89,7 +86,7 @@ class Questions:
     texts: Texts = field(default_factory=Texts)  # text made of them
     num_converted: int = 0  # how often Python has made a plain number of one that would go on as it is
     thread: int | None = field(default_factory=threading.get_ident)  # that traces; ``None`` after the trace
-    owned: Container[int] = frozenset()  # by id, lists and arrays that were there before the step
+    borrowed: list[tuple[Always, Any]] = field(default_factory=list)  # lists that the host reads, and copies of them
     # gives what was there before the program put a number that nobody knows yet there; ``MISSING`` where it did not
     before: Callable[[Any], Any] = lambda number: MISSING
     # has the host compute a number after each replay, for the error that this may be
@@ -102,6 +99,24 @@ class Questions:
             self.refused.append(stops_in_debugger(where))
             raise self.refused[-1]
         return self.texts.token(of, needs, here())
+
+    def borrow(self, container: Any) -> Always:
+        """A list or array that the host reads in each call, as it is then."""
+        expression = Always(container)
+        self.borrowed.append((expression, container.copy()))
+        return expression
+
+    def return_borrowed(self) -> None:
+        """The program has ended: of what it has changed since the host was to read it, the host reads what was there.
+
+        That is what it makes in each call. What others hold it may not change.
+        """
+        for expression, before in self.borrowed:
+            now = expression.value
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                if isinstance(now, np.ndarray) and now.shape == before.shape and now.tobytes() == before.tobytes():
+                    continue  # whose items are made anew each time
+                expression.value = before
 
     def ask(self, of: Expression, is_answer: Callable[[Any], bool] | None = None) -> None:
         """Let the graph depend on what ``of`` gives."""
@@ -317,13 +332,6 @@ class GraphScalar(torch.SymFloat):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__copy__()
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """A function of PyTorch's that takes it in a tensor's place."""
-        return run_with_scalars(function_asking(func, sys._getframe(1)), args, kwargs or {})
 
     def __repr__(self) -> str:
         return self._text(repr)

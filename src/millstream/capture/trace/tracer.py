@@ -216,7 +216,6 @@ class _Tracer:
         own = {id(container) for _, container in self.request.found.containers}
         self.recorder = EffectsRecorder(self.questions, own, self._note_writes)
         self.questions.check = self.recorder.check
-        self.questions.owned = own | {id(container) for _, container in self.request.found.long}
         request = self.request
         self.record = make_recorder(request.function, request.arguments)
         self.switches = SwitchWatch(request.settings)
@@ -264,12 +263,7 @@ class _Tracer:
                     try:
                         gm = self._record(inputs)
                     finally:
-                        unknown = {}
-                        for change in self.snapshot.changes():
-                            unknown[id(change.after)] = change.before
-                            stand_for(change.after, change.before)
-                        self.questions.before = lambda number: unknown.get(id(number), MISSING)
-                        self.snapshot.restore()
+                        self._undo()
         except (CaptureError, DataParallelError, NoGraph):
             raise
         except ForeignTensor as foreign:
@@ -298,6 +292,15 @@ class _Tracer:
             raise
         except Exception as error:
             raise self._failure(error) from error
+
+    def _undo(self) -> None:
+        """Put back what was there before the step; who has come by what it made gets that, too."""
+        unknown = {}
+        for change in self.snapshot.changes():
+            unknown[id(change.after)] = change.before
+            stand_for(change.after, change.before)
+        self.questions.before = lambda number: unknown.get(id(number), MISSING)
+        self.snapshot.restore()
 
     def _record(self, inputs: list[Tensor]) -> fx.GraphModule:
         randoms = RandomRecords()
@@ -329,6 +332,7 @@ class _Tracer:
             # In this order: to the watch, a tracer that the step sets is a debugger.
             with converting, loads, watch, recorded(self.record):
                 result = self.request.function(*args, **kwargs)
+            self.questions.return_borrowed()
             self.differences = compare_writes(self.record, self.snapshot.changes)
             if not watch.is_whole:
                 raise watch.failure or _switches_profiler()

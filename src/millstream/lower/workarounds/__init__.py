@@ -46,10 +46,10 @@ from millstream.lower.workarounds.kernels import (
     pytorch_193061,
     pytorch_195402,
     pytorch_196681,
+    pytorch_196728,
     pytorch_197829,
     pytorch_198101,
     pytorch_198270,
-    pytorch_196728,
 )
 from millstream.lower.workarounds.post_grad import pytorch_198094, pytorch_198131
 

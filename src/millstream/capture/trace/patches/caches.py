@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from millstream._torch.tracing import function_asking
 from millstream.capture.state.contents import without_cache
+from millstream.capture.state.executed import function_asking
 
 
 class CachesUnfilled(TorchFunctionMode):

@@ -124,16 +124,9 @@ def widen_counts(optimizer: Optimizer) -> list[_Count]:
         is_cheap = isinstance(parameter, Tensor) and (parameter.is_cpu or parameter.dtype == torch.float64)
         count = entry.get("step") if is_cheap and isinstance(entry, dict) else None
         if isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32:
-            wide = entry["step"] = count.to(torch.float64)
+            stand_for(wide := count.to(torch.float64), count)
+            entry["step"] = wide
             counts.append((entry, count, wide))
-    for optimizer in optimizers:
-        for parameter, entry in optimizer.state.items():
-            is_cheap = isinstance(parameter, Tensor) and (parameter.is_cpu or parameter.dtype == torch.float64)
-            count = entry.get("step") if is_cheap and isinstance(entry, dict) else None
-            if isinstance(count, Tensor) and count.dim() == 0 and count.dtype == torch.float32:
-                stand_for(wide := count.to(torch.float64), count)
-                entry["step"] = wide
-                counts.append((optimizer, entry, count, wide))
     return counts
 
 
