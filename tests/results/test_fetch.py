@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+import time
 import types
 from contextlib import suppress
 from typing import NamedTuple
@@ -23,9 +24,10 @@ from millstream.results import fetcher as fetcher_module
 from millstream.results.fetcher import LARGE_BYTES, POOL_BYTES, Fetcher
 from millstream.results.pool import ResultPool, Stretch
 from millstream.results.result import Fetched, Result, fail
-from tests.clocks import HANG_S, is_in, until
 from tests.device.virtual_device import make_virtual_context
 from tests.interrupts import interrupt_everywhere
+
+DEADLINE_S = 20
 
 
 class Pair(NamedTuple):
@@ -76,7 +78,7 @@ class Boxes(torch.Tensor):
 )
 def test_tensors_that_are_more_than_bytes_come_back_as_they_are(fetcher, make):
     value = make(torch.eye(3))
-    for got in (fetcher.put([value]).result(HANG_S), fetch([value]).result(HANG_S)):
+    for got in (fetcher.put([value]).result(DEADLINE_S), fetch([value]).result(DEADLINE_S)):
         assert type(got[0]) is type(value)
         assert got[0] is not value
         assert (got[0].layout, got[0].is_quantized) == (value.layout, value.is_quantized)
@@ -98,7 +100,7 @@ class Graph:
 def test_objects_that_move_in_place_stay_where_they_are(fetcher):
     graph = Graph(torch.ones(2))
     grown = Graph(torch.ones(2, requires_grad=True) * 2)  # cannot be copied deeply
-    got, other = fetcher.put([graph, grown]).result(HANG_S)
+    got, other = fetcher.put([graph, grown]).result(DEADLINE_S)
     graph.x.fill_(7)
     assert (graph.place, grown.place, got.place, other.place) == ("device", "device", "cpu", "cpu")
     assert got.x.tolist() == [1, 1]
@@ -108,7 +110,7 @@ def test_objects_that_move_in_place_stay_where_they_are(fetcher):
 @pytest.mark.filterwarnings("ignore:.*prototype")
 def test_tensors_that_wrap_others_come_back_whole(fetcher):
     masked = torch.masked.masked_tensor(torch.arange(4.0), torch.arange(4) > 1)
-    got = fetcher.put(masked).result(HANG_S)
+    got = fetcher.put(masked).result(DEADLINE_S)
     assert type(got) is type(masked)
     assert got.get_mask().tolist() == [False, False, True, True]
 
@@ -119,7 +121,7 @@ def test_a_result_is_as_it_was_when_it_was_asked_for(fetcher):
     for i in range(100):
         loss.fill_(i)
         futures.append(fetcher.put(loss, step=i))
-    assert [future.result(HANG_S) for future in futures] == list(range(100))
+    assert [future.result(DEADLINE_S) for future in futures] == list(range(100))
 
 
 @given(st.lists(st.lists(st.integers(0, 50), max_size=4), max_size=20))
@@ -130,7 +132,7 @@ def test_trees_of_all_sizes_come_back_in_order(sizes):
     values = [[torch.arange(float(size)) for size in each] for each in sizes]
     futures = [fetcher.put(value, callback=lambda _, i=i: order.append(i)) for i, value in enumerate(values)]
     for future, value in zip(futures, values, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(future.result(HANG_S), value, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(future.result(DEADLINE_S), value, strict=True))
     ctx.close()
     assert sorted(order) == list(range(len(values)))
     on_device = [i for i, value in enumerate(values) if value]
@@ -143,27 +145,27 @@ def test_large_results_and_a_full_pool_wait_their_turn(fetcher):
     futures = [fetcher.put([a]) for a in small[:20]] + [fetcher.put([a]) for a in large]
     futures += [fetcher.put([a]) for a in small[20:]]
     for future, tensor in zip(futures, small[:20] + large + small[20:], strict=True):
-        assert torch.equal(future.result(HANG_S)[0], tensor)
+        assert torch.equal(future.result(DEADLINE_S)[0], tensor)
     assert not fetcher._stretches._taken
     assert fetcher.context._arena.num_lent == 1  # the pool's own
 
 
 def test_what_is_asked_for_while_a_copy_is_under_way_travels_together(fetcher):
     gate = threading.Event()
-    fetcher.put(torch.zeros(1), callback=lambda _: gate.wait(HANG_S)).add_done_callback(lambda _: None)
+    fetcher.put(torch.zeros(1), callback=lambda _: gate.wait(DEADLINE_S)).add_done_callback(lambda _: None)
     futures = [fetcher.put(torch.tensor(float(i))) for i in range(50)]
     gate.set()
-    assert [future.result(HANG_S) for future in futures] == list(range(50))
+    assert [future.result(DEADLINE_S) for future in futures] == list(range(50))
     assert fetcher.num_copies <= 4
 
 
 def test_results_of_steps_to_come_do_not_hold_up_the_first(fetcher, monkeypatch):
     monkeypatch.setattr(fetcher, "_is_ready", lambda _: False)
     gate, done = threading.Event(), []
-    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(HANG_S))
+    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(DEADLINE_S))
     futures = [fetcher.put(torch.tensor(i), callback=done.append) for i in range(5)]
     gate.set()
-    assert [future.result(HANG_S) for future in futures] == list(range(5))
+    assert [future.result(DEADLINE_S) for future in futures] == list(range(5))
     assert fetcher.num_copies == 6
     assert done == list(range(5))
 
@@ -173,24 +175,24 @@ def test_who_asks_for_too_much_waits():
     fetcher = Fetcher(ctx, depth=2)
     ctx.attach(fetcher)
     gate, put = threading.Event(), []
-    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(HANG_S))
+    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(DEADLINE_S))
 
     def ask():
         put.extend(fetcher.put(torch.tensor(i)) for i in range(5))
 
     thread = threading.Thread(target=ask)
     thread.start()
-    until(lambda: is_in(thread, "wait") or len(put) > 2)
+    thread.join(0.1)
     assert len(put) <= 2
     gate.set()
-    thread.join(HANG_S)
-    assert [future.result(HANG_S) for future in put] == list(range(5))
+    thread.join(DEADLINE_S)
+    assert [future.result(DEADLINE_S) for future in put] == list(range(5))
     ctx.close()
 
 
 def test_an_error_of_the_device_is_raised_with_its_step(fetcher):
     good = fetcher.put(torch.tensor(1.0), step=0)
-    assert good.result(HANG_S) == 1
+    assert good.result(DEADLINE_S) == 1
     copy = fetcher.device.copy
 
     def fail(*args):
@@ -200,15 +202,15 @@ def test_an_error_of_the_device_is_raised_with_its_step(fetcher):
     futures = [fetcher.put(torch.tensor(1.0), step=i) for i in (7, 8)]
     for future in futures:
         with pytest.raises(RuntimeError, match="illegal memory access") as caught:
-            future.result(HANG_S)
+            future.result(DEADLINE_S)
         assert caught.value.__notes__ == [f"Raised while the result of step {future.step} was fetched."]
     fetcher.device.copy = copy
-    assert fetcher.put(torch.tensor(2.0)).result(HANG_S) == 2
+    assert fetcher.put(torch.tensor(2.0)).result(DEADLINE_S) == 2
 
 
 def test_who_does_not_want_a_result_any_more_does_not_hold_up_others(fetcher):
     gate = threading.Event()
-    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(HANG_S))
+    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(DEADLINE_S))
     unwanted, wanted = fetcher.put(torch.tensor(1)), fetcher.put(torch.tensor(2))
 
     async def give_up():
@@ -218,7 +220,7 @@ def test_who_does_not_want_a_result_any_more_does_not_hold_up_others(fetcher):
     with pytest.raises(TimeoutError):
         asyncio.run(give_up())
     gate.set()
-    assert (wanted.result(HANG_S), unwanted.result(HANG_S)) == (2, 1)
+    assert (wanted.result(DEADLINE_S), unwanted.result(DEADLINE_S)) == (2, 1)
 
 
 class UncopyableError(Exception):
@@ -244,9 +246,9 @@ def odd():
 
 def test_nor_does_an_error_that_cannot_be_copied(fetcher, odd):
     failed, wanted = fetcher.put(odd, step=3), fetcher.put(torch.tensor(2))
-    assert wanted.result(HANG_S) == 2
+    assert wanted.result(DEADLINE_S) == 2
     with pytest.raises(UncopyableError, match="no way") as caught:
-        failed.result(HANG_S)
+        failed.result(DEADLINE_S)
     assert "step 3" in caught.value.__notes__[0]
     with pytest.raises(UncopyableError, match="no way"):
         fetch(odd).result()
@@ -259,7 +261,7 @@ def test_a_callback_may_fetch_when_all_places_are_taken():
     gate, later = threading.Event(), []
 
     def fetch_more(_):
-        gate.wait(HANG_S)
+        gate.wait(DEADLINE_S)
         later.extend(fetcher.put(torch.tensor(10 + i)) for i in range(5))
 
     first = fetcher.put(torch.tensor(0), callback=fetch_more)
@@ -268,19 +270,19 @@ def test_a_callback_may_fetch_when_all_places_are_taken():
         caller.start()
     gate.set()
     for caller in callers:
-        caller.join(HANG_S)
+        caller.join(DEADLINE_S)
         assert not caller.is_alive()
-    assert first.result(HANG_S) == 0
+    assert first.result(DEADLINE_S) == 0
     last = fetcher.put(torch.tensor(1))  # after those of the callback
-    assert last.result(HANG_S) == 1
-    assert [future.result(HANG_S) for future in later] == [10, 11, 12, 13, 14]
+    assert last.result(DEADLINE_S) == 1
+    assert [future.result(DEADLINE_S) for future in later] == [10, 11, 12, 13, 14]
     ctx.close()
     assert ctx.pinned_bytes == 0
 
 
 @pytest.mark.parametrize("make", [lambda x: (x[0], x), lambda x: (x[:4], x[2:8]), lambda x: {"all": x, "even": x[::2]}])
 def test_results_that_share_memory(fetcher, make):
-    torch.testing.assert_close(fetcher.put(make(torch.arange(8.0))).result(HANG_S), make_plain(make))
+    torch.testing.assert_close(fetcher.put(make(torch.arange(8.0))).result(DEADLINE_S), make_plain(make))
 
 
 def make_plain(make):
@@ -293,8 +295,8 @@ def test_nor_does_a_callback_that_raises_anything(fetcher, error, caplog):
     def fail(_):
         raise error
 
-    assert fetcher.put(torch.tensor(1), callback=fail).result(HANG_S) == 1
-    assert fetcher.put(torch.tensor(2)).result(HANG_S) == 2
+    assert fetcher.put(torch.tensor(1), callback=fail).result(DEADLINE_S) == 1
+    assert fetcher.put(torch.tensor(2)).result(DEADLINE_S) == 2
     assert "callback" in caplog.text
 
 
@@ -306,12 +308,12 @@ def test_nor_does_a_result_that_cannot_be_read(fetcher, monkeypatch):
 
     monkeypatch.setattr(sys.modules[Result.__module__], "view_leaf", view)
     gate = threading.Event()
-    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(HANG_S))
+    fetcher.put(torch.zeros(()), callback=lambda _: gate.wait(DEADLINE_S))
     unreadable, wanted = fetcher.put(torch.zeros(3), step=7), fetcher.put(torch.tensor(2))
     gate.set()
-    assert wanted.result(HANG_S) == 2
+    assert wanted.result(DEADLINE_S) == 2
     with pytest.raises(MemoryError, match="three") as caught:
-        unreadable.result(HANG_S)
+        unreadable.result(DEADLINE_S)
     assert "step 7" in caught.value.__notes__[0]
 
 
@@ -357,32 +359,32 @@ def test_an_error_in_a_loop_comes_behind_the_results_before():
 
 
 def test_a_result_that_is_asked_for_while_the_fetcher_is_closed_has_an_end(fetcher, monkeypatch):
-    fetcher.put(torch.tensor(0.0)).result(HANG_S)
+    fetcher.put(torch.tensor(0.0)).result(DEADLINE_S)
     snapshot, is_in, may_go_on, ends = fetcher._snapshot, threading.Event(), threading.Event(), []
 
     def wait_and_snapshot(*arguments, **options):
         is_in.set()
-        may_go_on.wait(HANG_S)
+        may_go_on.wait(DEADLINE_S)
         snapshot(*arguments, **options)
 
     monkeypatch.setattr(fetcher, "_snapshot", wait_and_snapshot)
     caller = threading.Thread(target=lambda: ends.append(fetcher.put(torch.tensor(1.0))))
     caller.start()
-    is_in.wait(HANG_S)
+    is_in.wait(DEADLINE_S)
     closer = threading.Thread(target=fetcher.close)
     closer.start()
     while not fetcher._stopped.is_set():
         pass
     may_go_on.set()
-    caller.join(HANG_S)
-    closer.join(HANG_S)
+    caller.join(DEADLINE_S)
+    closer.join(DEADLINE_S)
     with pytest.raises(DeviceError, match="closed"):
-        ends[0].result(HANG_S)
+        ends[0].result(DEADLINE_S)
 
 
 def test_closing_in_a_callback_ends_the_thread(fetcher):
     fetcher.put(torch.tensor(1.0), callback=lambda _: fetcher.close())
-    fetcher._thread.join(HANG_S)
+    fetcher._thread.join(DEADLINE_S)
     assert not fetcher._thread.is_alive()
     with pytest.raises(DeviceError, match="closed"):
         fetcher.put(torch.tensor(2.0))
@@ -390,7 +392,7 @@ def test_closing_in_a_callback_ends_the_thread(fetcher):
 
 def test_what_is_expanded_to_no_rows_overwrites_nothing(fetcher):
     scores, row = torch.arange(20_000.0), torch.full((1000,), 7.0)
-    found, nothing = fetcher.put((scores, row[None].expand(0, 1000))).result(HANG_S)
+    found, nothing = fetcher.put((scores, row[None].expand(0, 1000))).result(DEADLINE_S)
     assert torch.equal(found, scores)
     assert nothing.shape == (0, 1000)
 
@@ -403,7 +405,7 @@ def test_a_thread_that_the_system_refuses_is_an_error(fetcher, monkeypatch):
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
             fetcher.put(torch.ones(2))
-    assert fetcher.put(torch.ones(2)).result(HANG_S).sum() == 2
+    assert fetcher.put(torch.ones(2)).result(DEADLINE_S).sum() == 2
 
 
 def test_awaiting():
@@ -445,7 +447,7 @@ def test_ctrl_c_at_any_moment_loses_no_place_and_no_space():
         ctx, _ = make_virtual_context("eager")
         fetcher = Fetcher(ctx, depth=2)
         ctx.attach(fetcher)
-        assert fetcher.put(torch.tensor(0.0)).result(HANG_S) == 0
+        assert fetcher.put(torch.tensor(0.0)).result(DEADLINE_S) == 0
         with suppress(KeyboardInterrupt):
             interrupter.run(lambda: fetcher.put(torch.tensor(1.0)))
         futures = []
@@ -453,9 +455,14 @@ def test_ctrl_c_at_any_moment_loses_no_place_and_no_space():
             target=lambda: futures.extend(fetcher.put(torch.tensor(float(i))) for i in range(2, 8)), daemon=True
         )
         thread.start()
-        thread.join(HANG_S)
-        assert [future.result(HANG_S) for future in futures] == list(range(2, 8))
-        until(lambda: not (fetcher._stretches._num_counted or fetcher._stretches._taken))  # soon after its result
+        thread.join(DEADLINE_S)
+        assert [future.result(DEADLINE_S) for future in futures] == list(range(2, 8))
+        for _ in range(2000):  # the last one's place comes back after its result
+            if not (fetcher._stretches._num_counted or fetcher._stretches._taken):
+                break
+            time.sleep(0.005)
+        assert not fetcher._stretches._num_counted
+        assert not fetcher._stretches._taken
         ctx.close()
 
     assert len(interrupt_everywhere(run, "/results/fetcher.py", "/results/pool.py")) > 20
@@ -469,7 +476,7 @@ def test_space_of_a_call_that_ctrl_c_ended_is_free_when_its_stream_is_through_an
 
     def wait(context, event, stopped):
         asked.set()
-        return reached.wait(HANG_S)
+        return reached.wait(DEADLINE_S)
 
     def mark(*arguments, **options):
         marks.append(arguments)
@@ -482,7 +489,7 @@ def test_space_of_a_call_that_ctrl_c_ended_is_free_when_its_stream_is_through_an
     monkeypatch.setattr(module, "StreamMarker", mark)
     with pytest.raises(KeyboardInterrupt):
         fetcher.put(torch.tensor(1.0))
-    assert asked.wait(HANG_S)
+    assert asked.wait(DEADLINE_S)
     assert len(fetcher._stretches._taken) == 1
     reached.set()
     ctx.close()
@@ -496,7 +503,7 @@ def test_ctrl_c_in_the_first_call_leaves_a_fetcher_that_works():
         ctx.attach(fetcher)
         with suppress(KeyboardInterrupt):
             interrupter.run(lambda: fetcher.put(torch.tensor(1.0)))
-        assert [fetcher.put(torch.tensor(float(i))).result(HANG_S) for i in range(5)] == list(range(5))
+        assert [fetcher.put(torch.tensor(float(i))).result(DEADLINE_S) for i in range(5)] == list(range(5))
         ctx.close()
 
     assert len(interrupt_everywhere(run, "/results/fetcher.py")) > 5
@@ -563,7 +570,7 @@ def test_the_event_that_is_waited_for_is_lent_to_nobody_else(fetcher, monkeypatc
 
     monkeypatch.setattr(fetcher_module, "wait_until_reached", look)
     for i in range(20):
-        assert fetcher.put(torch.full((1000,), float(i))).result(HANG_S)[0] == i
+        assert fetcher.put(torch.full((1000,), float(i))).result(DEADLINE_S)[0] == i
     assert seen == [False] * 20
 
 
@@ -591,7 +598,7 @@ def test_a_type_that_raises_stop_iteration_ends_nothing(monkeypatch, where):
         next(results)
 
     async def get():
-        await asyncio.wait_for(asyncio.wrap_future(fetch(Boxed(torch.ones(1)))), HANG_S)
+        await asyncio.wait_for(asyncio.wrap_future(fetch(Boxed(torch.ones(1)))), DEADLINE_S)
 
     with pytest.raises(FeedError, match="StopIteration"):
         asyncio.run(get())
@@ -611,10 +618,12 @@ def test_pinned_memory_that_a_late_copy_still_writes_is_lent_to_nobody(monkeypat
     raw = device.raw(value)
     ctx.current_stream().enqueue(lambda: raw.fill(7))
     result = fetcher.put(value)
-    until(lambda: fetcher.num_copies)
+    deadline = time.monotonic() + DEADLINE_S
+    while not fetcher.num_copies and time.monotonic() < deadline:
+        time.sleep(0.01)
     fetcher.close()
     with pytest.raises(DeviceError, match="before the result had come"):
-        result.result(HANG_S)
+        result.result(DEADLINE_S)
     block = ctx.pinned(LARGE_BYTES * 2).fill_(1)
     device.synchronize()
     assert bool((block == 1).all())

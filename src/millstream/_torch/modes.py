@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
+from millstream._torch import switches
 from millstream._torch.compiler.dynamo import compiles_elsewhere
-from millstream._torch.switches import present
 
 #: Whether this thread computes in other types on any device. Tried on 2.11 and 2.13.
 any_autocast: Any = torch._C._is_any_autocast_enabled
@@ -18,7 +18,8 @@ _cuda: Any = torch.cuda
 
 def ambient() -> tuple[Any, ...]:
     """Switches and modes of this thread under which a step runs and which its graph depends on; asked in every call."""
-    modes: tuple[Any, ...] = (present(), torch.is_grad_enabled(), *modes_of_caller())
+    settings = switches._known.get(switches._read()) or switches.present()  # as a rule without a call more
+    modes: tuple[Any, ...] = (settings, torch.is_grad_enabled(), *modes_of_caller())
     if torch._C._is_any_autocast_enabled():
         dtypes = (torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"))
         on = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.is_autocast_cache_enabled()

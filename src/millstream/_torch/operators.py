@@ -86,6 +86,13 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+#: The innermost transform of what this thread calls, ``None`` where there is none; without a call of Python's.
+innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
+
+#: Where the level of forward-mode differentiation is, ``_current_level``; below 0 outside of any.
+FORWARD_AD: Any = forward_ad
+
+
 def is_differentiated_outside() -> bool:
     """Whether what this thread calls is being transformed, or a level of forward-mode differentiation is open.
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from millstream._torch.hooks import has_tensor_hooks
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, storage_id
+from millstream.capture.state import lift as lifting
 from millstream.capture.state.discover import discover
 from millstream.capture.state.lift import become_fake, find_host_scalars, lift
 from millstream.capture.trace.patches.optimizers import CountsOnDevice
@@ -87,12 +88,14 @@ def test_every_tensor_once_with_all_its_places():
     assert len(state[0].locations) == 2
 
 
-def test_single_numbers_on_the_host_are_mirrored_on_the_device():
+def test_single_numbers_on_the_host_are_mirrored_on_the_device(monkeypatch):
     scale, table = torch.tensor(2.0), torch.ones(3)
     weight = nn.Parameter(torch.ones(2, device="meta"))
     state = lift(discover([("step", lambda: (weight, scale, table))]))
     names = [entry.name for entry in state]
+    monkeypatch.setattr(lifting, "device_of", lambda tensors: next(each.device for each in tensors if each.is_meta))
     assert find_host_scalars(state) == {names.index("scale"): torch.device("meta")}
+    monkeypatch.undo()
     mode = FakeTensorMode()
     with become_fake([scale], mode, {0: torch.device("meta")}):
         assert scale.device.type == "meta"

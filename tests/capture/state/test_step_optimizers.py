@@ -125,7 +125,8 @@ def test_a_rate_that_is_returned_is_the_present_one():
 def test_a_rate_that_is_asked_about_in_every_call_is_named():
     weight = torch.nn.Parameter(torch.ones(2))
     opt = torch.optim.SGD([weight], lr=1.0)
-    captured = Step(lambda x: x * round(float(opt.param_groups[0]["lr"]), 3), build=interpret, max_graphs=2)
+    table = {1.0 + number: 1.0 + number for number in range(12)}  # in which a number is looked up by its value
+    captured = Step(lambda x: x * table[opt.param_groups[0]["lr"]], build=interpret, max_graphs=2)
     with pytest.warns(FallbackWarning, match=r"value of param_groups\[0\]\['lr'\], which changes"):
         for number in range(12):
             opt.param_groups[0]["lr"] = 1.0 + number

@@ -25,7 +25,7 @@ from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.distributed.data_parallel import watch_wrapping
 from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import ambient
-from millstream._torch.operators import is_differentiated_outside
+from millstream._torch.operators import FORWARD_AD, innermost_transform
 from millstream._torch.switches import present
 from millstream._torch.tensors import has_shared_memory
 from millstream.capture.effects.recorder import text_changed
@@ -236,7 +236,7 @@ class Step(Generic[P, R]):
             torch.compiler.is_compiling() and is_compiling()
         ) or torch.is_inference_mode_enabled():  # part of another capture; no training
             return self.function(*args, **kwargs)
-        if is_differentiated_outside():
+        if innermost_transform() is not None or FORWARD_AD._current_level >= 0:
             return self._run_within_transform(args, kwargs)
         with self._lock.lock:  # a call reads numbers, runs and writes numbers before the next one does
             usual = self._cache.usual if not self.check else None
