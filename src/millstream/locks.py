@@ -62,22 +62,16 @@ class Tracing(ForkSafeLock):
         thread = threading.get_ident()
         self.running.append(thread)
         try:
-            if self.kinds:
-                self.wait_for(inputs)
+            while self.kinds and self.tracer != thread and any(type(each) in self.kinds for each in inputs):
+                self.running.remove(thread)
+                try:
+                    with self.lock:
+                        pass
+                finally:
+                    self.running.append(thread)
             return program(inputs)
         finally:
             self.running.remove(thread)
-
-    def wait_for(self, inputs: list[Any]) -> None:
-        """For a thread that is ``running``: wait while another one traces any of these."""
-        thread = threading.get_ident()
-        while self.kinds and self.tracer != thread and any(type(each) in self.kinds for each in inputs):
-            self.running.remove(thread)
-            try:
-                with self.lock:
-                    pass
-            finally:
-                self.running.append(thread)
 
 
 TRACING = Tracing()

@@ -57,14 +57,14 @@ class Executable:
         self.notes = notes
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        thread = get_ident()  # as ``TRACING.run``, without a call more
+        thread = get_ident()  # as ``TRACING.run``, as a rule without a call more
         TRACING.running.append(thread)
         try:
-            if TRACING.kinds:
-                TRACING.wait_for(inputs)
-            return self.engine(inputs)
+            if not TRACING.kinds:
+                return self.engine(inputs)
         finally:
             TRACING.running.remove(thread)
+        return TRACING.run(self.engine, inputs)
 
     def release(self) -> None:
         """Give back the memory it holds between calls; the next call takes it again."""
