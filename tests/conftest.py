@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from millstream._torch import switches
 from tests.clocks import HANG_S
 
 settings.register_profile("dev", deadline=None)  # two shared cores: time says nothing about a property
@@ -70,6 +71,16 @@ def _small_heap():
         thread.join(HANG_S)
     assert not any(thread.is_alive() for thread in left), "a feed outlives the file that made it"
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_switch_is_left():
+    """PyTorch's global switches are after each test as before: the next one depends on them."""
+    before, kept = switches.present(), switches.remember()
+    yield
+    left = switches.present().changed_since(before)
+    switches.put_back(kept)
+    assert not left, f"left changed: {', '.join(switch.name for switch in left)}"
 
 
 @pytest.fixture(autouse=True)
