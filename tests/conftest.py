@@ -1,6 +1,7 @@
 """What every test shares: no GPU, no GPU test; the same random numbers in every run; one hypothesis profile."""
 
 import gc
+import logging
 import os
 import random
 import sys
@@ -19,6 +20,9 @@ from hypothesis import settings
 
 from millstream._torch import switches
 from tests.clocks import HANG_S
+
+# pytest listens to loggers that do not propagate: PyTorch would write down each graph for it, in half of Dynamo's time.
+logging.root.manager.loggerDict.pop("torch.__trace", None)
 
 settings.register_profile("dev", deadline=None)  # two shared cores: time says nothing about a property
 settings.register_profile("ci", deadline=None, derandomize=True)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import millstream as ms
 from millstream._torch import switches
+from millstream.api.compiling import dynamo_backend
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 
 pytestmark = pytest.mark.gpu
@@ -59,12 +60,15 @@ def assert_precision(result, function, arguments, *, is_tf32):
 
 @pytest.mark.parametrize("kind", ["step", "compile", "backend"])
 @pytest.mark.parametrize("form", FORMS)
-def test_replays_have_the_precision_that_eager_has(kind, form):
+def test_replays_have_the_precision_that_eager_has(kind, form, request):
+    if form == "fp32_precision" and kind != "step":
+        reason = "torch.compile sets cuda.matmul.fp32_precision to what it finds: what it belongs to no longer decides"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     function, switch = FORMS[form]
     run = {
         "step": lambda: ms.step(function, strict=True),
         "compile": lambda: ms.compile(function, strict=True),
-        "backend": lambda: torch.compile(function, backend="millstream", options={"strict": True}),
+        "backend": lambda: torch.compile(function, backend=dynamo_backend, options={"strict": True}),
     }[kind]()
     arguments = example()
     for is_tf32 in (False, True, False, True):

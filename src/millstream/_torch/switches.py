@@ -64,6 +64,11 @@ class Switch:
     holders: tuple[tuple[dict[str, Any], str], ...] = ()
     is_there: bool = True
 
+    def in_effect(self, value: Hashable) -> Hashable:
+        """What a value that was read means: an operator whose precision nobody has set computes in full precision."""
+        is_unset = value == "none" and self.decides is Decides.PRODUCTS
+        return "ieee" if is_unset else value
+
 
 _ANYTHING: dict[str, Any] = {"decides": Decides.ANYTHING, "device": ""}
 _ON_CPU: dict[str, Any] = {"device": "cpu"}
@@ -338,7 +343,8 @@ def present() -> Settings:
 def _learn() -> Settings:
     while True:  # another thread may change one meanwhile
         read = _read
-        key, values = read(), _read_plainly()
+        key = read()
+        values = tuple(switch.in_effect(value) for switch, value in zip(SWITCHES, _read_plainly(), strict=True))
         found = _settings.setdefault(values, Settings(values)) if values not in _settings else _settings[values]
         if key is None:
             return found

@@ -191,7 +191,7 @@ def with_a_product_without_onednn(x):
 
 
 def with_a_product_in_another_precision(x):
-    before, mkldnn.matmul.fp32_precision = mkldnn.matmul.fp32_precision, "ieee"
+    before, mkldnn.matmul.fp32_precision = mkldnn.matmul.fp32_precision, "tf32"
     x = x @ x
     mkldnn.matmul.fp32_precision = before
     return x
