@@ -10,6 +10,8 @@ from pathlib import Path
 
 # Before torch is imported: tiny kernels on two threads wait for each other, and for minutes where cores are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each process would build for each vector instruction set of the machine, to see whether that can be.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # What a test changes in the compiler must be seen: nothing is found that another test has lowered.
 os.environ.setdefault("MILLSTREAM_WARM_START", "0")
 
