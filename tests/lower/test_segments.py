@@ -1,5 +1,7 @@
 """Graphs cut at collectives: the segments together do what the graph did, in any cutting."""
 
+import random
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -38,6 +40,23 @@ class Doubling:
                 view.copy_(2 * sent)
 
 
+class Functional(torch.fx.Interpreter):
+    """Runs a segment's graph as it is meant: inputs are written at its end, with what was there before."""
+
+    def run(self, *inputs):
+        self.copies = []
+        results = super().run(*inputs, enable_io_processing=False)
+        for target, value in self.copies:
+            target.copy_(value)
+        return results
+
+    def run_node(self, node):
+        if node.target is not torch.ops.aten.copy_.default:
+            return super().run_node(node)
+        target, value, *_ = self.fetch_args_kwargs_from_env(node)[0]
+        return self.copies.append((target, value.clone()))
+
+
 def run(segments, exchanges, inputs):
     """As the engine does it, by the segments' own graphs."""
     views = [view for exchange in exchanges for view in (*exchange.views, *exchange.sent)]
@@ -46,7 +65,8 @@ def run(segments, exchanges, inputs):
         for number in segment.waits:
             exchanges[number].wait()
         if segment.graph is not None:
-            for place, result in zip(segment.outputs, segment.graph(*[values[p] for p in segment.inputs]), strict=True):
+            results = Functional(segment.graph).run(*[values[place] for place in segment.inputs])
+            for place, result in zip(segment.outputs, results, strict=True):
                 values[place] = result
         for number, places in segment.brings:
             for view, place in zip(exchanges[number].sent, places, strict=True):
@@ -57,10 +77,12 @@ def run(segments, exchanges, inputs):
 
 
 def functional(function, *inputs, sizes="fake"):
-    """The graph as AOT autograd would give it."""
+    """The graph as AOT autograd would give it, and Inductor's first passes leave it: a clone is what it is made of."""
     gm = make_fx(torch.func.functionalize(function), tracing_mode=sizes)(*inputs)
     output = next(iter(reversed(gm.graph.nodes)))
     output.args = (tuple(output.args[0]),)
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        node.replace_all_uses_with(node.args[0])
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
@@ -201,6 +223,54 @@ def test_collectives_share_memory(max_cuts):
     (sent,) = [places for segment in segments.segments for _, places in segment.brings]
     assert sent[0] == 0  # the input itself, which has its new value by then
     assert sent[1] >= segments.num_inputs
+
+
+def copying(rng):
+    """A step that copies and updates pieces of state, before and after what is exchanged."""
+    state = [torch.randn(4, 4, dtype=torch.float64) for _ in range(6)]
+    first, second = Doubling(state[0], log=[]), Doubling(state[0], state[1], log=[])
+    kinds = [*rng.choices(["add", "lerp", "keep"], k=3), *rng.choices(["copy", "view", "swap", "add"], k=3)]
+    statements = [(kind, rng.sample(range(6), 2), rng.randrange(4)) for kind in kinds]
+    at_first, at_second = sorted(rng.choices(range(4), k=2))
+
+    def step(a, b, c, d, e, f, x):
+        pieces, values, results = [a, b, c, d, e, f], [x, x + 1, torch.sin(x), x.t()], []
+        for number, (kind, (one, other), source) in enumerate([*statements, (None, (0, 0), 0)]):
+            if number == at_first:
+                values[2:3] = EXCHANGE([pieces[number % 4] * x], first.key)
+            if number == at_second:
+                values[1:3] = EXCHANGE([torch.tanh(values[1]), pieces[number % 3] + 1], second.key)
+            ours, theirs = pieces[one], pieces[other]
+            if kind == "copy":
+                ours.copy_(theirs)
+            elif kind == "view":
+                ours.copy_(theirs.t())
+            elif kind == "swap":
+                kept = ours.clone()
+                ours.copy_(theirs)
+                theirs.copy_(kept)
+            elif kind == "add":
+                ours.add_(theirs * values[source])
+            elif kind == "lerp":
+                ours.lerp_(theirs, 0.25)
+            elif kind == "keep":
+                results.append(ours.clone() * 2)
+        return [*results, values[1].sum()]
+
+    return step, [first, second], [*state, torch.randn(4, 4, dtype=torch.float64)]
+
+
+def test_copies_of_state_are_of_what_was_there_before():
+    wrong = []
+    for seed in range(60):
+        step, exchanges, inputs = copying(random.Random(seed))
+        ours, theirs = [each.clone() for each in inputs], [each.clone() for each in inputs]
+        expected = step(*theirs)
+        results = run(cut(functional(step, *inputs), 1 + seed % 2), exchanges, ours)
+        pairs = zip([*results, *ours], [*expected, *theirs], strict=True)
+        if not all(torch.allclose(our, their) for our, their in pairs):
+            wrong.append(seed)
+    assert not wrong
 
 
 def test_segments_of_symbolic_sizes_serve_others():

@@ -194,6 +194,37 @@ def same_as_ddp(rank, kind, num_steps):
     return digest(ours)
 
 
+def remembering():
+    """A step that keeps weights and averages from before it: some is read when gradients are there, some before."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 2).to(DEVICE))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    before = [torch.zeros_like(each) for each in ddp.parameters()]
+    mean, mean_before = torch.zeros(2, device=DEVICE), torch.ones(2, device=DEVICE)
+
+    def step(x, y):
+        hidden = ddp(x)
+        F.mse_loss(hidden, y).backward()
+        with torch.no_grad():
+            for each, old in zip(ddp.parameters(), before, strict=True):
+                each.grad.add_(each - old, alpha=0.01)  # a proximal term
+                old.copy_(each)
+            ddp.module.bias.grad.add_(mean_before)
+            mean_before.copy_(mean)
+            mean.lerp_(hidden.mean(0), 0.5)  # known before there are gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        return [mean, mean_before, *before, *ddp.parameters()]
+
+    return step
+
+
+def copies_of_state(rank, num_steps):
+    """State that is copied to state, cut at collectives, and what eager mode makes of it."""
+    results = train(ms.step(remembering(), strict=True), batches(rank, num_steps))
+    torch.testing.assert_close(results, train(remembering(), batches(rank, num_steps)))
+
+
 def ranks_after(rank, num_steps, without=None):
     """Digest of the parameters after many steps; ``without``: the all-reduce of that bucket is taken out."""
     net, step = make(plain, adamw, {}, {"bucket_cap_mb": 1e-4})

@@ -13,6 +13,10 @@ def test_training_is_as_with_ddp(pair, kind):
     assert digests[0] == digests[1]
 
 
+def test_copies_of_state_are_of_what_was_there_before(pair):
+    pair.run(checks.copies_of_state, 4)
+
+
 def test_ranks_stay_bit_equal(pair):
     digests = pair.run(checks.ranks_after, 1000)
     assert digests[0] == digests[1]

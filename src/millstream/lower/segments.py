@@ -272,10 +272,21 @@ class _Cutter:
         for node in self._nodes:
             for root in (root for argument in node.all_input_nodes for root in self._roots(argument)):
                 readers[root] = max(readers[root], self._read_at(node, segment_of, starts))
-        for node in filter(_is_write, self._nodes):
-            target, value = node.all_input_nodes
-            segment_of[node] = max(self._earliest(value, segment_of, starts), readers[target])
+        writes: dict[Any, fx.Node] = {node.args[0]: node for node in filter(_is_write, self._nodes)}
+        for target, node in writes.items():
+            segment_of[node] = max(self._earliest(node.args[1], segment_of, starts), readers[target])
+        self._write_after_copying(writes, segment_of)
         return segment_of
+
+    def _write_after_copying(self, writes: dict[Any, fx.Node], segment_of: dict[fx.Node, int]) -> None:
+        """Write no input before the segment in which it is copied to another one: two that are swapped, in the same."""
+        waiting = list(writes.values())
+        while waiting:
+            copy = waiting.pop()
+            for write in (writes[root] for root in self._roots(copy.args[1]) if root in writes):
+                if segment_of[write] < segment_of[copy]:
+                    segment_of[write] = segment_of[copy]
+                    waiting.append(write)
 
     def _put_off(self, segment_of: dict[fx.Node, int], deadlines: dict[fx.Node, int]) -> None:
         """Move what comes from inputs of the graph alone to where it is read first: weight decay to the optimizer's.
@@ -319,7 +330,7 @@ class _Cutter:
                 deadlines[node] = min(known)
         return deadlines
 
-    def _earliest(self, node: fx.Node, segment_of: dict[fx.Node, int], starts: dict[fx.Node, int]) -> int:
+    def _earliest(self, node: Any, segment_of: dict[fx.Node, int], starts: dict[fx.Node, int]) -> int:
         """The first segment in which a value is there."""
         if node in self._view_of:
             return max(starts[node.all_input_nodes[0]] + 1, 0)
@@ -328,7 +339,7 @@ class _Cutter:
             return max(there, default=0)
         return segment_of.get(node, 0)
 
-    def _roots(self, node: fx.Node) -> list[fx.Node]:
+    def _roots(self, node: Any) -> list[fx.Node]:
         """The inputs of the whole graph that a view of them, or they themselves, lie in."""
         if node in self._place:
             return [node]
@@ -337,7 +348,7 @@ class _Cutter:
         return []
 
     def _read_at(self, node: fx.Node, segment_of: dict[fx.Node, int], starts: dict[fx.Node, int]) -> int:
-        """The last segment in which ``node`` reads its arguments."""
+        """The last segment in which ``node`` reads its arguments; what a write copies counts later."""
         if node.target is EXCHANGE:  # what is brought is read after that segment
             return starts[node] + 1 if self._is_brought(node) else max(starts[node], 0)
         if node.op == "output" or _is_write(node):
