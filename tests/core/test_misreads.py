@@ -53,6 +53,11 @@ def faults(*nests):
         "at once, another place": ([(update("r", FLIPPED),)], Fault.RACE),
         "at once, another part": ([(update("r", RIGHT, LEFT),)], None),
         "at once, a shift": ([(update("r", at((7, 1)), at((7, 1), offset=1)),)], Fault.RACE),
+        "at once, in an order of its own": ([(update("r", LEFT, is_opaque=True),)], None),
+        "overwritten, before an order of its own": (
+            [(write("w"),), (update("r", LEFT, is_opaque=True),)],
+            Fault.OVERWRITTEN,
+        ),
         "too late in turn": ([(write("w"), read("r"))], Fault.OVERWRITTEN),
         "the new value in turn": ([(write("w"), read("r", meant=FIRST))], None),
         "the new value of another place": ([(write("w"), read("r", FLIPPED, FIRST))], Fault.RACE),

@@ -52,12 +52,15 @@ class Operation:
         reads: What it reads, before it writes anything in the same iteration.
         writes: What it writes.
         part: Of a nest of several parts that run at once, which one.
+        is_opaque: It reads and writes in an order of its own, and is to see what it has written where it is given the
+            same memory twice, as an operator of the user's.
     """
 
     name: str
     reads: tuple[Read, ...] = ()
     writes: tuple[Write, ...] = ()
     part: int = 0
+    is_opaque: bool = False
 
 
 Nest = tuple[Operation, ...]
@@ -157,7 +160,9 @@ def _misordered(writes: Sequence[_Written]) -> Iterator[Misread]:
 
 
 def _fault(ours: Places, here: _Place, theirs: Places, there: _Place, *, is_meant: bool) -> Fault | None:
-    """What is wrong with an access where another operation writes, given whether what that writes is meant."""
+    """What is wrong with an access where an operation writes, given whether what that writes is meant."""
+    if here.operation is there.operation and here.operation.is_opaque:
+        return None
     if here.nest == there.nest and here.operation.part != there.operation.part:
         return Fault.RACE if ours.meets(theirs) else None
     is_done = there[:2] < here[:2]

@@ -50,6 +50,21 @@ _SURE = {
 """Library operators that raise for no values of their arguments."""
 
 
+_PYTORCHS = frozenset(
+    """
+    aten prims prim inductor inductor_prims c10d c10d_functional _c10d_functional _c10d_functional_autograd symm_mem
+    _dtensor fsdp mkl mkldnn mkldnn_prepacked prepacked onednn quantized _quantized quantized_decomposed quantization
+    sparse rngprims profiler streams export higher_order cuda _native millstream
+    """.split()
+)
+"""Namespaces of operators whose code is known: PyTorch's and ours."""
+
+
+def is_users(target: Any) -> bool:
+    """Whether an operator is the user's, or a library's: neither PyTorch's nor ours."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _PYTORCHS
+
+
 def kind_of(target: Any) -> KernelKind:
     """Classify a library kernel by its operator."""
     name = _packet_name(target)

@@ -154,13 +154,14 @@ def reverse_into(rows: list[torch.Tensor], into: torch.Tensor) -> None:
 
 def give_operators_copies():
     def reverse_parts(x, y, twice):
-        part = y * 2
+        part, z = y * 2, y + 1
+        reverse_into([z.clone(), z[:2]], z)  # the second one is to see what it writes
         reverse_into([x.clone()], x)
         reverse_into([x[:6].clone()], x[:6])
         reverse_into([x[2:6].clone(), x[:4] + 0], x[4:])
         reverse_into([part.clone().view(2, 4)[1]], part[1:])
-        reverse_into([twice], twice)  # which is to see what it writes
-        return part, x.sum()
+        reverse_into([twice], twice)  # likewise
+        return part, z, x.sum()
 
     def run(call, num_calls=1):
         states = [torch.arange(8.0) + i for i in range(3)]

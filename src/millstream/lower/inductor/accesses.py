@@ -30,6 +30,7 @@ from millstream._torch.workarounds import replaced
 from millstream.check.values import OLD, Misread, Nest, Operation, Read, Version, Write, find_misreads
 from millstream.errors import MisreadError
 from millstream.lower.inductor.indices import places_of, places_of_layout
+from millstream.lower.operators import is_users
 from millstream.lower.translate import op_names, source_line
 
 _LOADS = (MemoryUsageType.LOAD, MemoryUsageType.BUCKETIZE)
@@ -253,7 +254,7 @@ class _Describer:
                 for each, index in _entries(body, _STORES)
                 if self._is_rewritten(each) and (version := self._written(each, name)) != OLD
             ]
-        return Operation(name, tuple(reads), tuple(writes), part)
+        return Operation(name, tuple(reads), tuple(writes), part, _is_users(operation))
 
     def _of_library(self, operation: ir.Operation) -> tuple[list[Read], list[Write]]:
         """The accesses of what is no loop: a library's kernel, or a template."""
@@ -357,6 +358,11 @@ def _written_arguments(node: fx.Node) -> list[Any]:
     given += [(argument, node.kwargs[argument.name]) for argument in schema.arguments if argument.name in node.kwargs]
     written = [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
     return [part for value in written for part in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def _is_users(operation: ir.Operation) -> bool:
+    """Whether a kernel is called for an operator or a Triton kernel of the user's."""
+    return isinstance(operation, ir.UserDefinedTritonKernel) or is_users(getattr(operation, "op_overload", None))
 
 
 def _target(buffer: Any) -> str | None:
