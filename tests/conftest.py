@@ -84,9 +84,10 @@ def _no_switch_is_left():
     """PyTorch's global switches are after each test as before: the next one depends on them."""
     before, kept = switches.present(), switches.remember()
     yield
-    left = switches.present().changed_since(before)
+    left = {switch.name: switch.read() for switch in switches.present().changed_since(before)}
     switches.put_back(kept)
-    assert not left, f"left changed: {', '.join(switch.name for switch in left)}"
+    assert not left
+    assert switches.present() is before
 
 
 @pytest.fixture(autouse=True)

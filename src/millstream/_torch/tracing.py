@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -232,15 +231,6 @@ def _is_of(func: Any, code: CodeType) -> bool:
 def pretend_compiling() -> AbstractContextManager[None]:
     """Make ``torch.compiler.is_compiling()`` true, so that optimizers read no values. Tried on 2.11 and 2.13."""
     return _flagged(torch.compiler, "_is_compiling_flag", value=True)
-
-
-def plain_recurrence() -> AbstractContextManager[None]:
-    """Let ``nn.LSTM`` and ``nn.GRU`` on the CPU be recorded as the operators they consist of. Tried on 2.11 and 2.13.
-
-    oneDNN's operator for a whole layer has a backward that cannot be run from a graph: it gives no workspace to fake
-    tensors. PyTorch's own decomposition, which the Python dispatcher runs, asks this function whether to use it.
-    """
-    return patched(decompositions, "select_one_layer_lstm_function", lambda *_: decompositions.one_layer_lstm)
 
 
 def scripts_as_python() -> AbstractContextManager[None]:

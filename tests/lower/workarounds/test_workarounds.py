@@ -20,6 +20,7 @@ from millstream._torch import workarounds
 from millstream._torch.compiler.lookups import compile_for
 from millstream.lower import compile as compiling
 from millstream.lower.workarounds import WORKAROUNDS, decompose, lowering, options, tracing, without
+from tests.capture.trace import test_recurrence
 from tests.lower.workarounds import test_copies, test_kept_reads, test_ordering, test_patterns, test_pooling, test_tiles
 
 
@@ -262,6 +263,7 @@ SHOWN_BY = {
     "pytorch#198131": lambda: test_copies.assert_right([test_copies.remember, test_copies.swap], "step"),
     "pytorch#198270": lambda: test_copies.assert_right([test_copies.flip_what_was_put], "step"),
     "foreach-reads": train_parameters_by_each_other,
+    "rnn-dropout": lambda: test_recurrence.assert_as_eager(nn.LSTM(3, 4, 2, dropout=0.5)),
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
 }
 ON_A_GPU = {"pytorch#189895", "pytorch#193061"}

@@ -37,13 +37,13 @@ from millstream._torch.compiler.dynamo import compile_lock
 from millstream._torch.compiler.symbols import calculated_by
 from millstream._torch.devices.device_guard import keep_device_guard
 from millstream._torch.hooks import optimizer_steps_seen
+from millstream._torch.recurrence import plain_recurrence
 from millstream._torch.scaler import is_idle, steps_are_masked
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, storage_id
 from millstream._torch.tracing import (
     NewInputs,
     failures_unlogged,
     no_compiled_modules,
-    plain_recurrence,
     pretend_compiling,
     scripts_as_python,
     trace_aten,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from millstream._torch import recurrence
 from millstream._torch.compiler import lookups
 from millstream._torch.devices import device_guard, generators
 from millstream._torch.workarounds import Decompositions, Workaround, without
@@ -85,6 +86,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_198131.WORKAROUND,
     pytorch_198270.WORKAROUND,
     foreach_reads.WORKAROUND,
+    recurrence.WORKAROUND,
 )
 
 
