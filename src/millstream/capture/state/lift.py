@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,35 +41,71 @@ class Lifted:
 def lift(found: Found) -> list[Lifted]:
     """List every tensor of the objects in ``found`` once, in a fixed order, with all places that hold it.
 
-    Parameters and buffers come first, then single tensors, optimizer state and scalers.
-
-    Raises:
-        CaptureError: A tensor is of a kind that cannot be lifted.
+    Parameters and buffers come first, then single tensors, optimizer state and scalers. Those that cannot be lifted are
+    left out: the search goes by names, so the step may never read them (see ``find_unlifted``).
     """
-    state = _State()
-    for prefix, module in found.modules:
-        for name, holder, key, tensor in walk_parameters(module, prefix):
-            state.add(name, tensor, holder, key)
-    for name, tensor in found.tensors:
-        state.add(name, tensor)
-    for prefix, optimizer in found.optimizers:
-        state.add_optimizer(prefix, optimizer)
-    for prefix, scaler in found.scalers:
-        for key in ("_scale", "_growth_tracker"):
-            state.add(f"{prefix}.{key.lstrip('_')}", vars(scaler)[key], vars(scaler), key)
-    return list(state.lifted.values())
+    return list(_State.of(found).lifted.values())
+
+
+def find_unlifted(found: Found) -> dict[int, tuple[str, Tensor]]:
+    """By id, tensors of the objects in ``found`` that ``lift`` leaves out since it must, and their names.
+
+    They stay what they are while the step is traced, and it is refused where it uses one.
+    """
+    return _State.of(found).unlifted
+
+
+def why_not_lifted(name: str, tensor: Tensor, where: str = "") -> CaptureError | None:
+    """The refusal of a step that uses a tensor which cannot be lifted; ``None`` of one that can be."""
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        return CaptureError(
+            f"{name} is a {type(tensor).__name__}, a tensor subclass.",
+            where=where,
+            remedy="Only plain tensors and parameters can be captured.",
+        )
+    layout = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else tensor.layout
+    if layout is not torch.strided:
+        return CaptureError(
+            f"{name} has the layout {layout}.", where=where, remedy="Only dense tensors can be captured."
+        )
+    if is_lazy_view(tensor):
+        return CaptureError(
+            f"{name} is a conjugated or negated view.", where=where, remedy="Keep x.resolve_conj().resolve_neg()."
+        )
+    return None
 
 
 class _State:
     def __init__(self) -> None:
         self.lifted: dict[int, Lifted] = {}
+        self.unlifted: dict[int, tuple[str, Tensor]] = {}
+
+    @classmethod
+    def of(cls, found: Found) -> Self:
+        state = cls()
+        state._add_all(found)
+        return state
+
+    def _add_all(self, found: Found) -> None:
+        for prefix, module in found.modules:
+            for name, holder, key, tensor in walk_parameters(module, prefix):
+                self.add(name, tensor, holder, key)
+        for name, tensor in found.tensors:
+            self.add(name, tensor)
+        for prefix, optimizer in found.optimizers:
+            self.add_optimizer(prefix, optimizer)
+        for prefix, scaler in found.scalers:
+            for key in ("_scale", "_growth_tracker"):
+                self.add(f"{prefix}.{key.lstrip('_')}", vars(scaler)[key], vars(scaler), key)
 
     def add(self, name: str, tensor: Tensor, holder: Mapping[Any, Any] | None = None, key: Any = None) -> None:
         if not tensor.is_leaf:  # left over from an earlier call; if the step reads it, tracing says so
             return
         entry = self.lifted.get(id(tensor))
         if entry is None:
-            _check_liftable(name, tensor)
+            if why_not_lifted(name, tensor) is not None:
+                self.unlifted.setdefault(id(tensor), (name, tensor))
+                return
             entry = self.lifted[id(tensor)] = Lifted(name, tensor, [], tensor.requires_grad)
         if holder is not None:
             entry.locations.append(Location(holder, key, name))
@@ -78,8 +114,10 @@ class _State:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
             self.add(f"{prefix}.params[{number}]", parameter)
+        names = {id(parameter): f"params[{number}]" for number, parameter in enumerate(parameters)}
         for parameter, entry in optimizer.state.items():
-            owner = self.lifted[id(parameter)].name if id(parameter) in self.lifted else str(parameter)
+            is_lifted = id(parameter) in self.lifted
+            owner = self.lifted[id(parameter)].name if is_lifted else names.get(id(parameter), "")
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if isinstance(value, Tensor):
                     self.add(f"{prefix}.{key}[{owner}]", value, entry, key)
@@ -91,18 +129,6 @@ class _State:
                     for item in value:
                         if isinstance(item, Tensor):
                             self.add(f"{prefix}.{key}[{number}]", item)
-
-
-def _check_liftable(name: str, tensor: Tensor) -> None:
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        raise CaptureError(
-            f"{name} is a {type(tensor).__name__}, a tensor subclass.",
-            remedy="Only plain tensors and parameters can be captured.",
-        )
-    if tensor.layout is not torch.strided:
-        raise CaptureError(f"{name} has the layout {tensor.layout}.", remedy="Only dense tensors can be captured.")
-    if is_lazy_view(tensor):
-        raise CaptureError(f"{name} is a conjugated or negated view.", remedy="Keep x.resolve_conj().resolve_neg().")
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:

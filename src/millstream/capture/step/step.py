@@ -31,7 +31,7 @@ from millstream._torch.tensors import has_shared_memory
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.state.discover import Found, discover
-from millstream.capture.state.lift import lift
+from millstream.capture.state.lift import find_unlifted, lift
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import (
     has_same,
@@ -330,9 +330,9 @@ class Step(Generic[P, R]):
         """
         if self.data_parallel is not False and self._replica is None:
             return True
-        for _, module in found.modules:
-            if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
-                return True
+        lazy = (is_lazy(each) for _, module in found.modules for each in (*module.parameters(), *module.buffers()))
+        if not self._has_run and any(lazy):  # later, the trace tells whether the step uses one
+            return True
         if any(scaler._scale is None for _, scaler in found.scalers):
             return True
         if is_trial:
@@ -363,8 +363,10 @@ class Step(Generic[P, R]):
     def _own_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
         """By id, the caller's own tensors: arguments, state and its gradients."""
         call = self._calls.make(args, kwargs)
-        state = [entry.tensor for entry in lift(discover(self._roots(call)))]
-        return {*map(id, call.arguments), *map(id, state), *(id(each.grad) for each in state if each.grad is not None)}
+        found = discover(self._roots(call))
+        state = [entry.tensor for entry in lift(found)]
+        own = {*map(id, call.arguments), *map(id, state), *find_unlifted(found)}
+        return {*own, *(id(each.grad) for each in state if each.grad is not None)}
 
     def _run_plainly(self, call: Call) -> Any:
         """Run the user's function as it is, but for gradients of DDP models, which all runs reduce alike."""

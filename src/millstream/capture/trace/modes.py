@@ -7,9 +7,10 @@ operator mode sees the aten operators they become, backward included.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress, repeat
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -109,6 +110,15 @@ class ForeignTensor(Exception):  # noqa: N818 - a message to the tracer, which l
 class FunctionWatch(TorchFunctionMode):
     """Replaces the graph's scalars and refuses what needs values.
 
+    Args:
+        refuse: Told of each refusal, because the user's function may swallow the exception.
+        lifted: By id, tensors that are state.
+        recorder: Of effects.
+        sizes: Those of arguments, if some are symbols.
+        kind: The class of traced tensors.
+        unlifted: By id, tensors that the search has found and that cannot be lifted.
+        on_unlifted: Called with such a one that is given to a function, or of which an attribute is read; raises.
+
     Attributes:
         calling: Name of the PyTorch function that runs now.
         moved: By id, tensors whose ``.data`` was assigned, and what has the memory that they had at first.
@@ -123,8 +133,11 @@ class FunctionWatch(TorchFunctionMode):
         recorder: Recorder,
         sizes: TracedSizes | None = None,
         kind: type[FakeTensor] = FakeTensor,
+        unlifted: Mapping[int, Any] = MappingProxyType({}),
+        on_unlifted: Callable[[Tensor], NoReturn] | None = None,
     ) -> None:
         super().__init__()
+        self._unlifted, self._on_unlifted = unlifted, on_unlifted
         self._kind = kind
         self._sizes = sizes
         self._refuse = refuse
@@ -156,13 +169,9 @@ class FunctionWatch(TorchFunctionMode):
         if attribute in _ASKED:
             self.asked.add(id(args[0]))
         if attribute in _OF_MEMORY:
-            caller = sys._getframe(1).f_code.co_filename
-            if is_users_own(caller):
-                self._fail(f"The step reads a tensor's {attribute}.", "Compute with shapes and values only.")
-            if attribute == "data_ptr" and is_users(caller):  # a kernel would be launched on what is nowhere
-                raise RuntimeError("A library asks for the address of a tensor, which has none while a step is traced.")
+            self._check_memory(attribute, sys._getframe(1).f_code.co_filename)
         leaves = _leaves((*args, *kwargs.values()))
-        self.looked_at.update(self._lifted.intersection(map(id, _tensors_in(leaves))))
+        self._note_used(leaves)
         if name == "__set__" and getattr(func, "__self__", None) is _DATA:
             return self._set_data(func, *args)
         before, self.calling = self.calling, name
@@ -217,6 +226,20 @@ class FunctionWatch(TorchFunctionMode):
         func(tensor, after)
         mean_what(tensor, after)
         self.moved.setdefault(id(tensor), (tensor, before))
+
+    def _note_used(self, leaves: Sequence[Any]) -> None:
+        self.looked_at.update(self._lifted.intersection(map(id, _tensors_in(leaves))))
+        if self._unlifted and self._on_unlifted is not None:
+            for tensor in _tensors_in(leaves):
+                if id(tensor) in self._unlifted:
+                    self._on_unlifted(tensor)
+
+    def _check_memory(self, attribute: str, caller: str) -> None:
+        """Refuse to say where a tensor is."""
+        if is_users_own(caller):
+            self._fail(f"The step reads a tensor's {attribute}.", "Compute with shapes and values only.")
+        if attribute == "data_ptr" and is_users(caller):  # a kernel would be launched on what is nowhere
+            raise RuntimeError("A library asks for the address of a tensor, which has none while a step is traced.")
 
     def from_numpy_refused(self) -> AbstractContextManager[None]:
         """For the length of the context ``torch.from_numpy``, which no mode sees, raises."""

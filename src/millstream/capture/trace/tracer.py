@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -80,7 +81,15 @@ from millstream.capture.state.executed import (
     unwatched,
 )
 from millstream.capture.state.impure import PROFILER, STARTED
-from millstream.capture.state.lift import TRACING, become_fake, check_apart, device_of, lift
+from millstream.capture.state.lift import (
+    TRACING,
+    become_fake,
+    check_apart,
+    device_of,
+    find_unlifted,
+    lift,
+    why_not_lifted,
+)
 from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.others import stand_for
@@ -204,6 +213,7 @@ class _Tracer:
     exchanges: list[Any] = field(default_factory=list)
     sizes: TracedSizes | None = None
     kind: type[FakeTensor] = FakeTensor
+    unlifted: dict[int, tuple[str, Tensor]] = field(init=False)
     record: Recorder | None = None  # of what is read and written, in shadow mode
     differences: list[Difference] = field(default_factory=list)  # likewise, to what was found changed
     new_inputs: NewInputs = field(init=False)
@@ -211,6 +221,7 @@ class _Tracer:
     conversions: Conversions = field(default_factory=Conversions)
 
     def __post_init__(self) -> None:
+        self.unlifted = find_unlifted(self.request.found)
         self.questions = Questions(self._new_input)
         self.questions.texts.style = self.request.style
         own = {id(container) for _, container in self.request.found.containers}
@@ -273,6 +284,8 @@ class _Tracer:
                     where=foreign.where,
                     remedy="Compute it inside of the step, or detach it.",
                 ) from None
+            if (refusal := self._refusal_of(foreign.tensor, foreign.where)) is not None:
+                raise refusal from None
             raise FoundLate("a tensor", foreign.tensor, foreign.where) from None
         except Exception as error:
             if is_of_call(error) or isinstance(error, BdbQuit):
@@ -342,7 +355,9 @@ class _Tracer:
 
         def body() -> Sequence[Tensor]:
             self.new_inputs = NewInputs(self.mode, len(inputs) - len(self.request.arguments))
-            functions = FunctionWatch(self._note_failure, watched, self.recorder, self.sizes, self.kind)
+            functions = FunctionWatch(
+                self._note_failure, watched, self.recorder, self.sizes, self.kind, self.unlifted, self._on_unlifted
+            )
             with (
                 OperatorWatch(self._note_failure, functions, randoms, self._write_numbers_down, self.switches.check),
                 functions,
@@ -415,6 +430,8 @@ class _Tracer:
                 self._report(FoundLate(name, function, here()))
             request.roots += late
             request.found = found
+            real = ((key, entry) for key, entry in find_unlifted(found).items() if is_real(entry[1]))
+            self.unlifted.update(real)
             self.snapshot.add(found)
             self.record_files(found)
             self.random_state.add(found)
@@ -605,10 +622,19 @@ class _Tracer:
         for scalar in self.users_scalars.values():
             scalar.plain()
 
+    def _on_unlifted(self, tensor: Tensor) -> NoReturn:
+        """Stop at a tensor that was found and cannot be lifted: the step does use it."""
+        self._report(self._refusal_of(tensor, here()) or FoundLate("a tensor", tensor, here()))
+
+    def _refusal_of(self, tensor: Tensor, where: str) -> Exception | None:
+        """What is to be raised where the step uses a tensor that cannot be lifted; ``None`` for others."""
+        name, _ = self.unlifted.get(id(tensor), ("a tensor", tensor))
+        return StateMissing(name) if is_lazy(tensor) else why_not_lifted(name, tensor, where)
+
     def _on_forward(self, module: nn.Module) -> None:
         """Stop at a module that the request does not have."""
         own = (*module._parameters.values(), *module._buffers.values())
-        if any(tensor is not None and is_real(tensor) for tensor in own):
+        if any(tensor is not None and is_real(tensor) and id(tensor) not in self.unlifted for tensor in own):
             self._report(FoundLate(type(module).__name__, module, ""))
 
     @contextlib.contextmanager
