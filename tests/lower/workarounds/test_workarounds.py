@@ -183,6 +183,24 @@ def multiply_by_zero():
         torch.testing.assert_close(results, weighted(x), rtol=0, atol=0, equal_nan=True)
 
 
+def scatter_without_what_was_there():
+    index = torch.tensor([[0, 1, 1, 4], [3, 1, 0, 2]])
+
+    def scatter(x):
+        values, row = x[:2, :4] + 1, x[0, 0] * 2
+        results = [
+            x.scatter_reduce(dim, index, values, reduce, include_self=include_self)
+            for reduce, dim in (("sum", 0), ("prod", 1), ("mean", 0), ("amax", -1), ("amin", 0))
+            for include_self in (False, True)
+        ]
+        x.scatter_reduce_(1, index, values, "amax", include_self=False)
+        return *results, row.scatter_reduce(0, index[0, 0], values[1, 1], "amin", include_self=False)
+
+    first = torch.randn(5, 5) * 3
+    torch.testing.assert_close(ms.compile(scatter, strict=True)(x := first.clone()), scatter(y := first.clone()))
+    torch.testing.assert_close(x, y)
+
+
 def reorder_loops_of_several_updates():
     from torch._inductor.scheduler import ForeachKernelSchedulerNode
 
@@ -241,6 +259,7 @@ def read_what_is_updated():
 SHOWN_BY = {
     "pytorch#118260": call_from_threads,
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
+    "pytorch#175860": scatter_without_what_was_there,
     "pytorch#176591": reorder_loops_of_several_updates,
     "pytorch#180848": sum_what_was_pooled,
     "pytorch#183988": shuffle,
@@ -308,6 +327,7 @@ def test_pytorch_does_without(issue, monkeypatch):
 PROGRAMS = [
     call_from_threads,
     reorder_loops_of_several_updates,
+    scatter_without_what_was_there,
     shuffle,
     sum_what_was_pooled,
     view_a_part,

@@ -38,6 +38,7 @@ from millstream.lower.workarounds.joint_graph import (
 )
 from millstream.lower.workarounds.kernels import (
     foreach_reads,
+    pytorch_175860,
     pytorch_176591,
     pytorch_180848,
     pytorch_185873,
@@ -60,6 +61,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     lookups.WORKAROUND,
     device_guard.WORKAROUND,
     pytorch_167313.WORKAROUND,
+    pytorch_175860.WORKAROUND,
     pytorch_176591.WORKAROUND,
     generators.WORKAROUND,
     pytorch_180848.WORKAROUND,
