@@ -138,10 +138,11 @@ def bind_arena(program: Program, layout: MemoryLayout, memory: torch.Tensor | No
 
 
 def bind_buffers(program: Program, offset_of: dict[str, int], memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The buffers at these offsets in memory, by buffer id."""
+    """The buffers at these offsets in memory, by buffer id, but for those that need memory of their own."""
     return {
         name: view_memory(memory, offset, program.graph.buffer_of[name].num_bytes, program.layouts[name])
         for name, offset in offset_of.items()
+        if name not in program.apart
     }
 
 

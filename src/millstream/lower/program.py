@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from millstream._torch.switches import present
 from millstream.graph import KernelGraph
+from millstream.lower.operators import is_users
 
 OWN_KERNELS = frozenset({"dense", "depthwise", "reduce_partials", "convert"})
 """Names of the kernels of ``lower/convolutions``, as a device knows them."""
@@ -115,6 +118,16 @@ class Program:
         """Return how a value lies in memory; ``None`` where nobody knows."""
         view, layout = self.views.get(name), self.tensors.get(self.base(name))
         return layout if view is None or layout is None else replace(layout, size=view.size, stride=view.stride)
+
+    @cached_property
+    def apart(self) -> frozenset[str]:
+        """What operators of the user's are given: they see the whole memory that it lies in, and may keep it.
+
+        So each has memory of its own in each call, as in eager PyTorch.
+        """
+        calls = [call for call in self.calls if is_users(call.target)]
+        leaves = tree_leaves([(call.args, call.kwargs) for call in calls])
+        return frozenset(self.base(leaf.name) for leaf in leaves if isinstance(leaf, Value))
 
     def described(self, arguments: Iterable[Any]) -> list[Any]:
         """Return arguments of a call with fake tensors for values, which have layouts."""
