@@ -43,7 +43,7 @@ def names_of(code: CodeType) -> Names:
     loaded: deque[Any] = deque([0, None], maxlen=2)  # what the last two instructions load; an import's level is first
     for item in dis.get_instructions(code):
         operation, name = item.opname, str(item.argval)
-        if not _is_method_load(item):
+        if not is_method_load(item):
             found.read.add(name)
         if operation == "IMPORT_NAME":
             level, module = int(loaded[0]), name
@@ -64,7 +64,8 @@ def names_of(code: CodeType) -> Names:
     return found
 
 
-def _is_method_load(item: dis.Instruction) -> bool:
+def is_method_load(item: dis.Instruction) -> bool:
+    """Whether an attribute is read to be called at once, as a method."""
     is_marked = sys.version_info >= (3, 12) and item.opname == "LOAD_ATTR" and bool((item.arg or 0) & 1)
     return item.opname == "LOAD_METHOD" or is_marked
 
@@ -120,7 +121,7 @@ def stores_of(code: CodeType) -> Stores:
             found.fills |= what in ("SUBSCR", "SLICE")
             (found.counted if is_counted else found.assigned).add(str(name))
             found.lines.setdefault(str(name), set()).add(item.positions.lineno)  # type: ignore[union-attr,arg-type]
-        elif operation == "LOAD_ATTR" and not _is_method_load(item) and name in MUTATING:
+        elif operation == "LOAD_ATTR" and not is_method_load(item) and name in MUTATING:
             found.any_item = True  # it hands the method on
         is_in_place = operation == "BINARY_OP" and item.argrepr.endswith("=")
         found.fills |= is_in_place  # of a list or set, by whatever name it has there

@@ -186,6 +186,15 @@ class Snapshot:
             if all(key is not None for key in left):
                 put_back(holder, copy, left)
 
+    def places_of(self, held: Any) -> list[Location]:
+        """Where an object stands, of all that the step reaches."""
+        places = [location for location in self._links if location.get() is held]
+        for _, name, holder, copy in self._copies.values():
+            if isinstance(copy, dict | list | tuple):
+                entries = copy.items() if isinstance(copy, dict) else enumerate(copy)
+                places += [Location(holder, key, name) for key, value in entries if value is held]
+        return [*dict.fromkeys(places)]
+
     def is_item(self, place: Location) -> bool:
         """Whether a place is an item of a container, and neither an attribute nor a variable."""
         return id(place.holder) in self._containers

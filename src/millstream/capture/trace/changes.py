@@ -14,8 +14,9 @@ from millstream.capture.effects.recorder import Recorder
 from millstream.capture.state.code import attributes_of
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import Ran, name_of, others_may_write
+from millstream.capture.state.growth import is_only_grown
 from millstream.capture.state.location import MISSING, Location
-from millstream.capture.state.signature import SCALARS
+from millstream.capture.state.signature import SCALARS, is_same
 from millstream.capture.state.snapshot import Change, Kind, Snapshot, is_type_of_tracing
 from millstream.capture.step.request import Disturbed, FirstChange, NumbersChanged, OneShot, Request, StateMissing
 from millstream.capture.trace.modes import fits
@@ -47,6 +48,7 @@ class Changes:
         taken: Where a number was another thread's when the step counted on it.
         written: The latest write to each place, as far as it is among the effects.
         unread: Where other threads have written before, and the step has read nothing; see ``note_unread``.
+        grown: By id, how long lists are that the step only lets grow, as far as that is among the effects.
     """
 
     request: Request
@@ -58,6 +60,7 @@ class Changes:
     taken: list[Location] = field(default_factory=list)
     written: dict[Location, Change] = field(default_factory=dict)
     unread: set[Location] = field(default_factory=set)
+    grown: dict[int, int] = field(default_factory=dict)
 
     def note_unread(self, met: set[str]) -> None:
         """Note that the step has read by name only what stands in ``met``, of what other threads have written before.
@@ -65,7 +68,7 @@ class Changes:
         That concerns attributes and variables: items are found by keys that need not stand in code, as are attributes
         by names that code computes.
         """
-        computed = {id(held) for value in self.ran.computed.values() for held in attributes_of(value)}
+        computed = self._computed()
         self.unread = {
             place
             for place in self.request.disturbed
@@ -74,6 +77,10 @@ class Changes:
             and id(getattr(place.holder, "_owner", None)) not in self.ran.computed
             and not self.snapshot.is_item(place)
         }
+
+    def _computed(self) -> set[int]:
+        """By id, attributes that may have been read by names that code computes, in the form of dicts."""
+        return {id(held) for value in self.ran.computed.values() for held in attributes_of(value)}
 
     def numbers_missing(self) -> list[Location]:
         """Places of numbers that the step has changed so far, and that the request does not have."""
@@ -103,6 +110,10 @@ class Changes:
                     settled.add((change.location, _form_of(before), _form_of(after)))
             elif is_schedulers(after):
                 pass  # it puts it there itself
+            elif self._is_growth(change):
+                pass  # it is among the effects
+            elif is_users and change.before is MISSING and type(after) in (dict, list):
+                raise FirstChange(_side_effect(change, self.ran.where_stored(change.location)))
             elif id(before) in given and not is_users and fits(after, before):
                 copies.append((before, after))
             elif change.kind is Kind.STATE:
@@ -142,7 +153,23 @@ class Changes:
             if location not in self.written or self.written[location].after is not change.after:
                 self.written[location] = change
                 self.recorder.program.append(Write(location, self._output_of(change.after)))
+        for change in changes:
+            if self._is_growth(change):
+                held, start = change.after, self.grown.get(id(change.after), len(change.before))
+                self.grown[id(held)] = len(held)
+                if new := held[start:]:
+                    self.recorder.call(held.extend, new, is_state=True)
         return changes
+
+    def _is_growth(self, change: Change) -> bool:
+        """Whether a list has got more plain values at its end, which a call can append again, and is not looked into."""
+        before, after = change.before, change.after
+        if type(after) is not list or after is not change.location.holder or len(before) >= len(after):
+            return False
+        is_same_so_far = all(map(is_same, after, before))
+        if not is_same_so_far or not all(map(_can_be_made_again, after[len(before) :])):
+            return False
+        return is_only_grown(after, self.snapshot, self.ran, {*self._computed(), *self.ran.computed})
 
     def _output_of(self, value: Any) -> Output:
         return self.recorder.host_output(value) if is_known_later(value) else Output("object", value=value)
@@ -203,6 +230,15 @@ def _is_write(change: Change) -> bool:
     if is_known_later(key):
         return False
     return is_ours and change.is_entry and not is_schedulers(after) and (is_scalar(after) or isinstance(after, SCALARS))
+
+
+def _can_be_made_again(value: Any) -> bool:
+    """Whether it consists of plain values and of those that are known after the graph."""
+    if type(value) is dict:
+        return not any(map(is_known_later, value)) and all(map(_can_be_made_again, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_can_be_made_again, value))
+    return isinstance(value, SCALARS) or is_known_later(value)
 
 
 def _is_count(change: Change) -> bool:
