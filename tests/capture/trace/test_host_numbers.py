@@ -1,4 +1,5 @@
 """Numbers that reach a graph through Python's own functions: computed by the host before each replay, in one graph."""
+# ruff: noqa: UP031, F507  of how numbers are put into text
 
 import math
 from math import cos
@@ -10,7 +11,6 @@ from torch import nn
 
 from millstream.capture.step.step import Step
 from millstream.capture.trace.patches.conversions import can_be_seen
-from millstream.errors import FallbackWarning
 from tests.capture.worlds import interpret
 
 SCHEDULE = [0.1 * number for number in range(40)]
@@ -177,7 +177,32 @@ def test_number_that_c_takes_plainly_has_a_graph_for_each_value():
     assert len(step.graphs) == 3
 
 
-def test_what_is_read_from_tensors_is_converted_by_nobody():
-    step = Step(lambda x: x * float(x.sum().item()), build=interpret)
-    with pytest.warns(FallbackWarning, match="makes a float of"):
-        assert step(torch.ones(2)).tolist() == [2.0, 2.0]
+CONVERT = {
+    "float": lambda x: x * float(x.sum().item()),
+    "float of a tensor": lambda x: float(x.sum()),
+    "float of a whole number": lambda x: float((x > 1).sum()),
+    "int": lambda x: (int(x.sum().item() / 2), int(-x.sum()), int((x > 1).sum()), int((x > 1).any())),
+    "rounded": lambda x: (math.floor(x.mean().item()), math.ceil(x.mean().item()), round(float(x.sum()), 1)),
+    "formatted": lambda x: "%5.2f|%s|%-6d|%%|%r|%e" % (x.sum(), x.sum(), x.sum().item(), x.mean().item(), x.sum()),
+    "formatted by name": lambda x: "%(loss).3f after %(n)d" % {"loss": x.sum().item(), "n": len(x)},
+    "formatted alone": lambda x: "%g" % x.mean().item(),
+}
+
+
+@pytest.mark.parametrize("use", CONVERT.values(), ids=CONVERT)
+def test_what_is_read_from_tensors_is_known_after_the_graph(use):
+    step = Step(use, build=interpret, strict=True)
+    for start in range(3):
+        x = torch.arange(3.0) + start
+        result, expected = step(x), use(x)
+        assert type(result) is type(expected)
+        torch.testing.assert_close(result, expected) if isinstance(result, torch.Tensor) else None
+        assert isinstance(result, torch.Tensor) or result == expected
+    assert len(step.graphs) == 1
+
+
+@pytest.mark.parametrize("use", [lambda x: "%d %d" % x.sum().item(), lambda x: "none" % x.sum().item()])
+@pytest.mark.filterwarnings("ignore::millstream.FallbackWarning")
+def test_wrong_formats_are_errors_as_in_eager(use):
+    with pytest.raises(TypeError, match="format"):
+        Step(use, build=interpret)(torch.ones(2))

@@ -88,6 +88,16 @@ class Call:
             values.returned[self.number] = self.function(*args, **kwargs)
 
 
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Appends to the list that is at some place then, which may be another in each call."""
+
+    location: Location
+
+    def __call__(self, values: Sequence[Any]) -> None:
+        self.location.get().extend(values)
+
+
 Effect: TypeAlias = Write | Call
 
 
@@ -116,12 +126,18 @@ class Effects:
         """By id, objects whose methods are called: what they hold is none of the step's."""
         parts = [part for call in self.calls for part in (call.function, *getattr(call.function, "args", ()))]
         owners = {id(owner) for part in parts if (owner := getattr(part, "__self__", None)) is not None}
+        owners |= {id(part.location.get()) for part in parts if isinstance(part, Extend)}
         return owners | {id(vars(part)) for part in parts if isinstance(part, LRScheduler)}
 
     @property
     def writes(self) -> list[Write]:
         """Those that put something into a Python object."""
         return [effect for effect in self.program if isinstance(effect, Write)]
+
+    @property
+    def grown(self) -> set[Location]:
+        """Where lists are to which something is appended, whichever these are."""
+        return {call.function.location for call in self.calls if isinstance(call.function, Extend)}
 
     @property
     def calls(self) -> list[Call]:

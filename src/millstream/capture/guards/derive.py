@@ -92,7 +92,7 @@ def _add_readings(
     for location in dict.fromkeys(_attributes_read(traced)):
         if location not in lifted:
             guards.expect(location, location.get())
-    targets = traced.effects.targets
+    targets, grown = traced.effects.targets, traced.effects.grown
     stored = {write.location for write in traced.effects.writes}  # and not known by a link
     groups = {id(group) for _, optimizer in request.found.optimizers for group in optimizer.param_groups}
     for location, value in traced.used.links.items():
@@ -100,6 +100,9 @@ def _add_readings(
         if holder in groups or holder in targets or location in lifted:  # see _add_optimizer
             continue
         stored.discard(location)
+        if location in grown:
+            guards.expect_form(location, type)
+            continue
         # A tensor that the graph does not read may be another, see _add_forms.
         if not isinstance(value, Tensor) or id(value) in used:
             guards.expect(location, value)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import CellType, CodeType
 from typing import Any
 
+from millstream.capture.lines import is_part_of_project
 from millstream.capture.state.code import instructions_of, is_method_load
 from millstream.capture.state.executed import Ran, name_of
 from millstream.capture.state.location import Attributes
@@ -87,7 +88,9 @@ def is_only_grown(held: list[Any], snapshot: Snapshot, ran: Ran, computed: Itera
     if not places or ran.codes is None:
         return False
     for code in ran.codes:
-        if (names | whole).isdisjoint((*code.co_names, *code.co_freevars, *code.co_cellvars)):
+        if is_part_of_project(code.co_filename) or (names | whole).isdisjoint(
+            (*code.co_names, *code.co_freevars, *code.co_cellvars)
+        ):
             continue
         uses = uses_of(code)
         if not (names.isdisjoint(uses.read) and whole.isdisjoint(uses.whole) and items.isdisjoint(uses.items)):

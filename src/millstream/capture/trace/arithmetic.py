@@ -214,8 +214,19 @@ def _form_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> Form | 
     if are_whole and function in _OF_WHOLE:
         most, usual = (_bounds(function, parts) for parts in zip(*map(_bounds_of, operands), strict=True))
         return Form(True, _OF_WHOLE[function], (most or BEYOND, usual or INT64))
+    if (to_integer := _TO_WHOLE.get(function)) is not None:
+        return Form(True, lambda number: to_integer(number).to(torch.int64))
     to_tensor = _OF_FLOATS.get(function)
     return None if to_tensor is None else of_floats(to_tensor)
+
+
+_TO_WHOLE: dict[Any, Callable[[Tensor], Tensor]] = {
+    int: torch.trunc,
+    math.trunc: torch.trunc,
+    math.floor: torch.floor,
+    math.ceil: torch.ceil,
+}
+"""Functions of one number that give a whole one."""
 
 
 def of_floats(to_tensor: Callable[..., Tensor]) -> Form:
@@ -405,7 +416,14 @@ for _name in ("is_integer", "as_integer_ratio", "conjugate", "hex"):  # which th
 def _refusing(name: str, what: str) -> Callable[[HostScalar], Any]:
     """Make the method for what needs a value."""
     function = getattr(operator, name) if name == "index" else getattr(builtins, name)
-    return lambda self: function(self.outside()) if self.is_asked_by_others else self.refuse(what)
+
+    def refuse(self: HostScalar) -> Any:
+        if self.is_asked_by_others:
+            return function(self.outside())
+        self.questions.num_converted += name in ("float", "int")
+        return self.refuse(what)
+
+    return refuse
 
 
 for _name, _what in {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.expressions import Always
-from millstream.capture.effects.program import Output, Write
+from millstream.capture.effects.program import Extend, Output, Write
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.state.code import attributes_of
 from millstream.capture.state.discover import Found
@@ -87,7 +87,7 @@ class Changes:
         changed = [change for change in self.snapshot.changes() if _is_count(change)]
         return [change.location for change in changed if not is_scalar(change.before)]
 
-    def keep(self, copies: list[tuple[Tensor, Tensor]]) -> list[Change]:  # noqa: C901  one line per kind of change
+    def keep(self, copies: list[tuple[Tensor, Tensor]]) -> list[Change]:  # noqa: C901, PLR0912  one line per kind of change
         """Note what becomes of optimizers' state and of Python objects; refuse what no graph can do again.
 
         Args:
@@ -158,11 +158,12 @@ class Changes:
                 held, start = change.after, self.grown.get(id(change.after), len(change.before))
                 self.grown[id(held)] = len(held)
                 if new := held[start:]:
-                    self.recorder.call(held.extend, new, is_state=True)
+                    places = self.snapshot.places_of(held)
+                    self.recorder.call(Extend(places[0]) if len(places) == 1 else held.extend, new, is_state=True)
         return changes
 
     def _is_growth(self, change: Change) -> bool:
-        """Whether a list has got more plain values at its end, which a call can append again, and is not looked into."""
+        """Whether a list has got plain values at its end, which a call can append again, and is not looked into."""
         before, after = change.before, change.after
         if type(after) is not list or after is not change.location.holder or len(before) >= len(after):
             return False

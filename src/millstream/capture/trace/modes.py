@@ -185,6 +185,10 @@ class FunctionWatch(TorchFunctionMode):
         finally:
             self.calling = before
 
+    def note_conversion(self) -> None:
+        """A tensor whose value is not known is asked for it: a trace that sees ``float()`` might get on."""
+        self._recorder.questions.num_converted += self.calling in ("__float__", "__int__")
+
     def around_backward(self, _: Sequence[Any]) -> FunctionWatch | None:
         """What a backward pass runs in: this mode, also if the call that began the pass came through it."""
         return None if is_active(self) else self
@@ -400,6 +404,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _fail_at(self, operator: Any) -> NoReturn:
         """Refuse an operator that needs a value."""
         reason = VALUE_READERS.get(self._functions.calling)
+        self._functions.note_conversion()
         if operator in (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default):
             self._fail(reason or "The step reads a tensor's value.", READ_REMEDY)
         name = self._functions.calling or operator.__name__

@@ -334,10 +334,10 @@ class GraphScalar(torch.SymFloat):
         return self.__copy__()
 
     def __repr__(self) -> str:
-        return self._text(repr)
+        return self.text_by(repr)
 
     def __str__(self) -> str:
-        return self._text(str)
+        return self.text_by(str)
 
     def __format__(self, spec: str) -> str:
         if holds_token(spec):
@@ -348,9 +348,10 @@ class GraphScalar(torch.SymFloat):
             )
         if self.is_known and not self.is_asked_by_others:
             format(self.value, spec)  # for its error
-        return self._text(lambda value: format(value, spec))
+        return self.text_by(lambda value: format(value, spec))
 
-    def _text(self, make: Callable[[Any], str]) -> str:
+    def text_by(self, make: Callable[[Any], str]) -> str:
+        """Text that is made of the number, which stands for itself until that is known."""
         if self.is_asked_by_others:
             return make(self.outside())
         return self.questions.text(Apply(make, (self.of,)), self.needs)

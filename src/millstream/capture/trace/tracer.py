@@ -341,7 +341,7 @@ class _Tracer:
                 self._take_from_others if others_may_write() else None,
                 self._on_computed,
             )
-            converting = self.conversions.seen() if self.request.converts else contextlib.nullcontext()
+            converting = self.conversions.seen(self.kind) if self.request.converts else contextlib.nullcontext()
             # In this order: to the watch, a tracer that the step sets is a debugger.
             with converting, loads, watch, recorded(self.record):
                 result = self.request.function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""``float(number)``, ``int(number)`` and ``schedule[number]`` give a number of a graph for one.
+"""``float(number)``, ``int(number)``, ``schedule[number]`` and ``"%.3f" % number`` take a number of a graph for one.
 
 Python asks the number to convert itself, and takes nothing but a plain number for an answer, on which the graph would
 then depend. So for the length of a trace that needs it the types themselves are asked: see ``conversions.cpp``. Where
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from millstream.capture.trace.arithmetic import compute
-from millstream.capture.trace.scalars import GraphScalar, is_number, is_scalar
+from millstream.capture.trace.scalars import GraphScalar, HostScalar, is_number, is_scalar
 from millstream.device.native import as_builtin, load
 
 _SOURCE = Path(__file__).with_name("conversions.cpp")
+_FIELD = re.compile(r"%(?:\((?P<key>[^)]*)\))?(?P<how>[-+ #0]*[\d*]*(?:\.[\d*]*)?)[hlL]?(?P<kind>.)", re.DOTALL)
+"""A place in text for a value, as Python's documentation of printf-style formatting has it."""
 
 
 class Conversions:
@@ -39,22 +43,36 @@ class Conversions:
         self.num_seen = 0
 
     @contextmanager
-    def seen(self) -> Iterator[None]:
-        """For the length of the context they give numbers of a graph. One thread may be within it."""
+    def seen(self, tensors: type[Tensor]) -> Iterator[None]:
+        """For the length of the context they take numbers of a graph. One thread may be within it.
+
+        Args:
+            tensors: The class of tensors that are traced.
+        """
         library = _library()
         if library is None:
             yield
             return
-        library["begin"](self._convert, GraphScalar, np.ndarray)
+        library["begin"](self._convert, (GraphScalar, HostScalar, tensors), np.ndarray)
         try:
             yield
         finally:
             library["end"]()
 
-    def _convert(self, owner: Any, number: GraphScalar) -> Any:
+    def _convert(self, owner: Any, value: Any) -> Any:
+        if isinstance(owner, str):
+            return self._put_in(owner, value)
+        number = value if is_scalar(value) else value.item()
+        if not is_scalar(number):
+            return owner(number)
         if number.is_asked_by_others:
             plain = number.outside()
             return owner(plain) if isinstance(owner, type) else owner[plain]
+        if isinstance(number, HostScalar):
+            self.num_seen += 1
+            if number.is_whole is (owner is int):
+                return number
+            return compute(int, number) if owner is int else compute(operator.mul, number, 1.0)
         if isinstance(owner, type):
             self.num_seen += 1
             return compute(owner, number)
@@ -65,6 +83,34 @@ class Conversions:
             return owner[number.plain()]
         self.num_seen += 1
         return compute(operator.getitem, owner, number)
+
+    def _put_in(self, text: str, values: Any) -> str:
+        """What ``text % values`` is, with text in it that is known later."""
+        waiting = [*reversed(values if type(values) is tuple else (values,))]
+
+        def made(field: re.Match[str]) -> str:
+            key, how, kind = field["key"], field["how"], field["kind"]
+            if kind == "%":
+                return "%"
+            if key is None and not waiting:
+                raise TypeError("not enough arguments for format string")
+            if "*" in how:
+                return (f"%{how}{kind}") % (*(waiting.pop() for _ in range(how.count("*"))), waiting.pop())
+            value = waiting.pop() if key is None else values[key]
+            if isinstance(value, Tensor) and kind not in "sra":
+                value = value.item()
+            form = f"%{how}{kind}"
+            if is_scalar(value):
+                self.num_seen += 1
+                return value.text_by(lambda number: form % (number,))
+            if kind == "s" and not how:
+                return str(value)
+            return form % (value,)
+
+        result = _FIELD.sub(made, text)
+        if waiting and not isinstance(values, dict):
+            raise TypeError("not all arguments converted during string formatting")
+        return result
 
 
 def can_be_seen() -> bool:
