@@ -26,7 +26,7 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
     """Tell what a compiled model or step consists of.
 
     What bounds it, its streams and waits, why its plan was chosen, kernels and what was fused into them, memory, and
-    why anything fell back. ``.save("run.html")`` draws it.
+    why anything fell back, and of a step when and why it was captured. ``.save("run.html")`` draws it.
 
     With ``measure=True`` each program is run a few more times, and what each kernel took stands beside what it was
     predicted to take, with the time in which nothing ran: on a GPU by replays of its graph under the device's profiler,
@@ -51,6 +51,7 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
     if isinstance(compiled, Step):
         notes = [f"Python between graphs, at lines {first} to {last}" for first, last in compiled.regions]
         name, fallbacks = getattr(compiled, "__name__", type(compiled).__name__), tuple(compiled.fallbacks)
+        captures = tuple(compiled.history)
         made = [
             (one, (*graph.effects.notes, *notes))
             for graph in compiled.graphs
@@ -58,7 +59,7 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
         ]
     else:
         compiler = _compiled(compiled).compiler
-        name, fallbacks = compiler.name, tuple(compiler.fallbacks)
+        name, fallbacks, captures = compiler.name, tuple(compiler.fallbacks), ()
         made = [(one, ()) for graph in compiler.graphs for one in graph.executables]
     static = None if size is None else _at_one_size([one for one, _ in made], size)
     programs = tuple(
@@ -70,7 +71,7 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
     if size is not None and not programs:
         raise ArgumentError(f"No program of {name} has run with size={size}: call it with that size first.")
     communication = () if size is not None else _communications(compiled, measure=measure)
-    return Explanation(name, programs, fallbacks, communication)
+    return Explanation(name, programs, fallbacks, communication, captures)
 
 
 def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Executable, OneSize | None]]:

@@ -30,12 +30,14 @@ class Explanation:
         programs: Its programs, in the order they were compiled.
         fallbacks: Why parts run on plain torch.compile or eagerly; empty when everything was captured.
         communication: What its steps exchange with other processes.
+        captures: When a step was captured, in order, and why each time.
     """
 
     name: str
     programs: tuple[ProgramReport, ...]
     fallbacks: tuple[str, ...] = ()
     communication: tuple[CommunicationReport, ...] = ()
+    captures: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data, fit for JSON."""
@@ -44,6 +46,7 @@ class Explanation:
             "programs": [program.to_dict() for program in self.programs],
             "fallbacks": list(self.fallbacks),
             "communication": [each.to_dict() for each in self.communication],
+            "captures": list(self.captures),
         }
 
     def text(self, limit: int | None = 12) -> str:
@@ -53,7 +56,8 @@ class Explanation:
         ``ms.explain(x, size=n)`` has another.
 
         Args:
-            limit: Bounds the kernels listed for each program; ``None`` lists all.
+            limit: Bounds the kernels listed for each program, and the captures, of which the last ones are listed;
+                ``None`` lists all.
         """
         if not self.programs and not self.fallbacks:
             how = "call it once (a training step twice) and ask again, unless there is nothing in it to compute"
@@ -64,10 +68,17 @@ class Explanation:
             lines += [*program.text(limit if limit is not None else len(program.graph.kernels)), ""]
         for each in self.communication:
             lines += [*each.text(), ""]
+        if len(self.captures) > 1:
+            lines += ["captures:", *self._last_captures(limit), ""]
         lines += [f"fell back: {reason}" for reason in self.fallbacks] or [
             "nothing fell back: every operator is captured"
         ]
         return "\n".join(lines)
+
+    def _last_captures(self, limit: int | None) -> list[str]:
+        start = 0 if limit is None else max(len(self.captures) - limit, 0)
+        told = [f"  {number}. {text}" for number, text in enumerate(self.captures, 1) if number > start]
+        return [f"  … {start} before; .text(limit=None) lists all", *told] if start else told
 
     def __str__(self) -> str:
         return self.text()

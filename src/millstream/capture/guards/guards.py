@@ -45,7 +45,13 @@ class Break:
     reason: str  # in a sentence
     location: Location | None = None  # what changed, if that is an entry
     is_final: bool = False  # whether it will not hold again: state was replaced
-    is_tensor: bool = False  # whether the entry held a tensor
+    before: Any = MISSING  # what the entry held
+    now: Any = MISSING  # and holds
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the entry held a tensor."""
+        return isinstance(self.before, Tensor)
 
 
 @dataclass(slots=True)
@@ -88,11 +94,14 @@ class Check:
     def broken(self) -> Iterator[Break]:
         """Those that don't."""
         for thing, name, value in zip(self.things, self.names, self.values, strict=True):
+            now = MISSING
             with contextlib.suppress(KeyError, IndexError, ValueError, RuntimeError):
-                if self.test(self.read(thing), value):
+                now = self.read(thing)
+                if self.test(now, value):
                     continue
             location = name if isinstance(name, Location) else None
-            yield Break(self.reason.format(name), location, is_tensor=isinstance(value, Tensor))
+            values = (value, now) if self.reason is _ANOTHER else ()
+            yield Break(self.reason.format(name), location, False, *values)
 
 
 class Entries(Check):
@@ -140,6 +149,10 @@ class AbsentEntries(Entries):
 
     def holds(self) -> bool:
         return not any(starmap(contains, self.things))
+
+    def broken(self) -> Iterator[Break]:
+        for change in super().broken():
+            yield replace(change, before=MISSING, now=change.location.get() if change.location else MISSING)
 
 
 _ANOTHER = "{} is another than before."

@@ -247,6 +247,7 @@ class StepState:
             gm=traced.gm,
             trace_seconds=seconds,
             key=call.key,
+            form=call.form,
             guards=guards,
             static=static,
             arguments=traced.arguments,

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millstream._torch.switches import Settings
 from millstream._torch.tensors import place_of_implementation
 from millstream.capture.state.signature import (
     Leaf,
     Number,
     Reference,
     Structure,
+    TensorSpec,
     Value,
     is_other,
     key_of,
     key_of_tensors,
     kinds_of,
     replace_numbers,
+    settings_of,
     tree_flatten,
     walk_arguments,
 )
@@ -31,6 +34,48 @@ from millstream.device.tensor_specs import TensorSpecs
 
 MOST_FORMS = 100
 """Kinds of arguments whose numbers are remembered, to see which of them change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is known of a call without its tensors."""
+
+    key: Any  # what it has in common with the calls that the same graph may serve
+    structure: Structure  # of ``(args, kwargs)``, with places for the numbers in ``given``
+    given: Sequence[float]  # its numbers that were seen to change
+    parameters: Sequence[str]  # names of the function's parameters
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Those of its tensors."""
+        return self.key[2:]  # type: ignore[no-any-return]
+
+    @property
+    def settings(self) -> Settings:
+        """PyTorch's switches."""
+        return settings_of(self.key)
+
+    @property
+    def modes(self) -> tuple[Any, ...]:
+        """What else of the thread it runs under."""
+        _, (_, *modes), *_ = self.key
+        return tuple(modes)
+
+    def parts(self) -> Iterator[tuple[str, Structure, Any]]:
+        """Names of all that is no container, what stands for it, and its value; a tensor's spec."""
+        specs, given = self.specs, iter(self.given)
+        for name, part in walk_arguments(self.structure, self.parameters):
+            if isinstance(part, Leaf):
+                yield name, part, specs[part.index]
+            elif isinstance(part, Number):
+                yield name, part, next(given)
+            else:
+                yield name, part, part.value if isinstance(part, Value) else None
+
+
+def text_of_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """A tensor for people: ``float32[16, 8]``."""
+    return f"{str(dtype).removeprefix('torch.')}{[*shape]}"
 
 
 @dataclass
@@ -44,16 +89,19 @@ class Call:
     args: tuple[Any, ...]  # positional arguments as given
     kwargs: dict[str, Any]  # keyword arguments as given
     parameters: Sequence[str]  # names of the function's parameters
+    cause: Any = None  # why no graph serves it, once that is known
+
+    @property
+    def form(self) -> Form:
+        """What is known of it without its tensors."""
+        return Form(self.key, self.structure, self.given, self.parameters)
 
     @property
     def signature(self) -> dict[str, str]:
         """The tensors by name, for people."""
         parts = walk_arguments(self.structure, self.parameters)
         names = {part.index: name for name, part in reversed([*parts]) if isinstance(part, Leaf)}
-        return {
-            names[index]: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            for index, tensor in enumerate(self.arguments)
-        }
+        return {names[index]: text_of_tensor(tensor.shape, tensor.dtype) for index, tensor in enumerate(self.arguments)}
 
     def numbers(self, device: torch.device) -> Iterator[NumberInput]:
         """The numbers that were seen to change, for graphs on ``device``."""

@@ -19,6 +19,7 @@ from millstream.capture.guards.guards import Guards
 from millstream.capture.guards.recheck import Line
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import Leaf, Structure, is_other, is_same, tree_unflatten
+from millstream.capture.step.calls import Form
 from millstream.capture.step.failures import as_eager
 from millstream.capture.step.sizes import SizeGuard, form_without_sizes, numbers_of
 from millstream.capture.trace.scalars import Questions, is_number
@@ -84,6 +85,7 @@ class StepGraph:
     gm: fx.GraphModule  # the traced graph
     trace_seconds: float  # tracing alone
     key: Any  # what calls that it may fit have in common
+    form: Form  # of the call that it was captured in
     guards: Guards  # what it takes for granted
     static: list[Tensor]  # its inputs before the arguments
     # which arguments are inputs, and the device to which they must be brought, if any
@@ -177,14 +179,14 @@ class StepGraph:
         kept = self.readers[: len(self.readers) - len(given)] if given else self.readers
         return [*(read() for read in kept), *given]
 
-    def changed_number(self, given: Sequence[float]) -> str | None:
-        """In a sentence, which number keeps the graph from running, if one does."""
+    def changed_number(self, given: Sequence[float]) -> tuple[str, Any, Any] | None:
+        """Which number keeps the graph from running, if one does: its name, what it was, and is."""
         numbers = [*(location.get() for location in self.sources[: len(self.sources) - len(given)]), *given]
         if all(map(is_number, numbers)) and self.questions.allow(numbers):
             return None
         changed = zip(self.sources, self.numbers, numbers, strict=True)
-        names = (str(location) for location, before, now in changed if now != before)
-        return f"It depends on the value of {next(names, 'a hyperparameter')}, which changes."
+        found = ((str(location), before, now) for location, before, now in changed if now != before)
+        return next(found, ("a hyperparameter", None, None))
 
     def tell_hyperparameters(self) -> None:
         """Let what runs the graph know numbers of optimizers, if it compares them with other processes."""

@@ -45,7 +45,7 @@ from millstream.capture.step.split import UNBOUND, Part, split_function
 from millstream.capture.step.step import Fallback, P, R, Step
 from millstream.capture.trace.scalars import is_scalar, is_size
 from millstream.data_parallel.session import Session
-from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user, without_frames
+from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user
 
 _first = threading.local()
 
@@ -177,6 +177,11 @@ class IslandStep(Step[P, R]):
         return [graph for _, run in self._parts if isinstance(run, Step) for graph in run.graphs]
 
     @property
+    def history(self) -> list[str]:
+        """Of all parts, in order."""
+        return [line for _, run in self._parts if isinstance(run, Step) for line in run.history]
+
+    @property
     def regions(self) -> list[tuple[int, int]]:
         """First and last line of each region."""
         return [part.lines for part, _ in self._parts if part.is_region]
@@ -259,7 +264,7 @@ class _PartStep(Step[Any, Any]):
 
     def __init__(self, part: Part, whole: IslandStep[Any, Any], **how: Any) -> None:
         super().__init__(part.function, **how)
-        self._name = "{}, lines {} to {},".format(whole._name, *part.lines)
+        self._name = self._history.name = "{}, lines {} to {},".format(whole._name, *part.lines)
         self.refusals = whole.refusals
 
     def _result_of(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
@@ -270,11 +275,11 @@ class _PartStep(Step[Any, Any]):
 
     def _fall_back(self, call: Call, error: CaptureError) -> Any:
         if isinstance(error, EmptyCaptureError):
-            self._refused[call.key] = without_frames(error)
-            return self._run_plainly(call)
+            self._refuse_alike(call, error)
+            return self._run_call_plainly(call)
         if self.strict:
             raise error
-        result = self._run_plainly(call)  # says by itself where a gradient would cross an edge
+        result = self._run_call_plainly(call)  # says by itself where a gradient would cross an edge
         self._note_refusal(call, error)
         return result
 

@@ -43,8 +43,10 @@ from millstream.capture.state.signature import (
 )
 from millstream.capture.step.bind import StepState
 from millstream.capture.step.calls import Call, Calls, specs_of, split_leaves
+from millstream.capture.step.causes import History, cause_of
 from millstream.capture.step.first_run import build_and_run
 from millstream.capture.step.graph import Build, GraphCache, StepGraph
+from millstream.capture.step.refused import Refused
 from millstream.capture.step.request import (
     Converted,
     Disturbed,
@@ -75,6 +77,7 @@ from millstream.capture.trace.unsupported import (
 from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
 from millstream.data_parallel.session import Session
+from millstream.device.switches import install_later
 from millstream.errors import (
     CaptureError,
     FailingStepCaptureError,
@@ -179,7 +182,9 @@ class Step(Generic[P, R]):
         self._sizes = ChangingSizes(self._dynamic)
         self._cache = GraphCache()
         self._calls = Calls(self.function)
-        self._refused: dict[Any, CaptureError] = {}
+        self._refused = Refused()
+        self._history = History(self._name)
+        self._code = _code_of(self.function)
         self._stepped: dict[int, Optimizer] = {}
         self._has_run = False
         self._num_unready = self._num_one_shot = self._num_first = 0
@@ -201,6 +206,11 @@ class Step(Generic[P, R]):
     def graphs(self) -> list[StepGraph]:
         """The graphs there are, the one unused for longest first."""
         return list(self._cache)
+
+    @property
+    def history(self) -> list[str]:
+        """Each capture with its cause, for people."""
+        return self._history.lines()
 
     @property
     def regions(self) -> Sequence[tuple[int, int]]:
@@ -265,6 +275,9 @@ class Step(Generic[P, R]):
                     _learn_arguments(graph, self._calls.make(args, kwargs))
                 self._check_if_due(graph, args, kwargs)
                 return self._run_whole(graph, arguments)
+            if (self._disabled is not None or self._refused.covers(key)) and not self._forget_if_edited():
+                with releasable(self._lock.lock):
+                    return self._run_plainly(args, kwargs, arguments)
             call = self._calls.make(args, kwargs)
             graph = self._cache.find(
                 call.key, call.arguments, call.given
@@ -286,8 +299,8 @@ class Step(Generic[P, R]):
             return undisturbed(graph.run, arguments) if graph.is_on_host else graph.run(arguments)
 
     def _call_slowly(self, call: Call) -> Any:
-        if self._disabled is not None or call.key in self._refused:
-            return self._run_plainly(call)
+        if self._disabled is not None or self._refused.covers(call.key):
+            return self._run_call_plainly(call)
         error: CaptureError | None = None
         done: Callable[[], Any] | None = None
         try:
@@ -309,7 +322,7 @@ class Step(Generic[P, R]):
                 error = _one_shot_refusal(number)
         except NotNow as obstacle:
             self._note_obstacle(call.signature, obstacle.error)
-            done = functools.partial(self._run_plainly, call)
+            done = functools.partial(self._run_call_plainly, call)
         except CaptureError as refusal:
             error = self._with_region(refusal)
         if done is not None:  # what it raises, as by effects, is the user's own
@@ -354,7 +367,7 @@ class Step(Generic[P, R]):
         with contextlib.ExitStack() as hooks:
             for optimizer in self._optimizers(call):  # one for all would be seen by other threads
                 hooks.callback(optimizer.register_step_post_hook(OwnHook(note)).remove)
-            return self._run_plainly(call)
+            return self._run_call_plainly(call)
 
     def _result_of(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an eager call gives to the caller."""
@@ -368,10 +381,19 @@ class Step(Generic[P, R]):
         own = {*map(id, call.arguments), *map(id, state), *find_unlifted(found)}
         return {*own, *(id(each.grad) for each in state if each.grad is not None)}
 
-    def _run_plainly(self, call: Call) -> Any:
-        """Run the user's function as it is, but for gradients of DDP models, which all runs reduce alike."""
+    def _run_call_plainly(self, call: Call) -> Any:
+        return self._run_plainly(call.args, call.kwargs, call.arguments)
+
+    def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Sequence[Tensor]) -> Any:
+        """Run the user's function as it is, but for gradients of DDP models, which all runs reduce alike.
+
+        Args:
+            args: Of the call.
+            kwargs: Likewise.
+            arguments: Tensors among both.
+        """
         if self.data_parallel is not False and self._replica is None:
-            found = discover(self._roots(call))
+            found = discover(self._roots(self._calls.make(args, kwargs)))
             group = None if self.data_parallel is True else self.data_parallel
             self._replica = replicate(
                 self._name,
@@ -383,10 +405,19 @@ class Step(Generic[P, R]):
                 shards=self.shard_optimizer,
             )
 
-        with Session(self._replica, functools.partial(self._optimizers, call)).active():
-            result = self.function(*call.args, **call.kwargs)
-        is_open = not all(argument.is_leaf for argument in call.arguments)  # gradients are to reach beyond the step
-        return result if is_open else self._result_of(result, call.args, call.kwargs)
+        is_open = not all(argument.is_leaf for argument in arguments)  # gradients are to reach beyond the step
+        with Session(self._replica, lambda: self._optimizers(self._calls.make(args, kwargs))).active():
+            result = self.function(*args, **kwargs)
+        return result if is_open else self._result_of(result, args, kwargs)
+
+    def _forget_if_edited(self) -> bool:
+        """Try again what was refused if the function has other code, as after an edit in a notebook; whether it has."""
+        if (code := _code_of(self.function)) is self._code:
+            return False
+        self._code, self._disabled, self._num_fruitless = code, why_disabled(), 0
+        self._refused = Refused()
+        self.refusals[:] = [] if self._disabled is None else [Fallback({}, self._disabled)]
+        return True
 
     def _with_region(self, error: CaptureError) -> CaptureError:
         """The same refusal with an eager region as another remedy, where that would work."""
@@ -401,12 +432,15 @@ class Step(Generic[P, R]):
 
     def _look_back(self, call: Call, found: Found) -> None:
         """Learn from graphs that do not fit: drop dead ones, lift what changes, stop if it leads nowhere."""
-        for graph in self._cache.candidates(call.key):
+        candidates = self._cache.candidates(call.key)
+        call.cause = call.cause or cause_of(candidates, self._cache.last_used, call)  # before any is dropped
+        for graph in candidates:
             if graph.sizes is not None and not graph.sizes.hold(call.arguments):
                 continue
             change = graph.guards.broken()
             if change is None:
-                self._why = graph.changed_number(call.given) or self._why
+                if (number := graph.changed_number(call.given)) is not None:
+                    self._why = f"It depends on the value of {number[0]}, which changes."
                 continue
             self._why = change.reason
             numbers = [*graph.guards.numbers()]
@@ -470,12 +504,15 @@ class Step(Generic[P, R]):
             The graph, its complete arguments and its results.
         """
         with showing(self._name, "captured"):
-            while True:
+            made = None
+            while made is None:
                 try:
-                    return self._capture_at_sizes(call, is_trial=is_trial)
+                    made = self._capture_at_sizes(call, is_trial=is_trial)
                 except CaptureError:
                     if not self._state.keep_reads():
                         raise
+        self._history.note(call.cause, made[0].capture_seconds)
+        return made
 
     def _capture_at_sizes(self, call: Call, *, is_trial: bool) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """The same: sizes that change are symbols of the graph, if that can be."""
@@ -629,8 +666,8 @@ class Step(Generic[P, R]):
             raise error
         if error.__cause__ is None:
             self._note_refusal(call, error)
-            return self._run_plainly(call)
-        result = self._run_plainly(call)  # which may raise as well: then that is what the user is to see
+            return self._run_call_plainly(call)
+        result = self._run_call_plainly(call)  # which may raise as well: then that is what the user is to see
         self._note_refusal(call, error)
         return result
 
@@ -642,11 +679,16 @@ class Step(Generic[P, R]):
             self.refusals.append(Fallback(signature, error))
             warn_user(f"{self._name} runs as plain Python for now: {error}")
 
+    def _refuse_alike(self, call: Call, error: CaptureError) -> bool:
+        """Refuse calls like this from now on; whether that is all calls."""
+        install_later()  # what such calls take is mostly their key
+        return self._refused.add(call.key, error, [graph.form.key for graph in self._cache])
+
     def _note_refusal(self, call: Call, error: CaptureError) -> None:
         is_known = any(str(error) == str(refusal.error) for refusal in self.refusals)
-        self._refused[call.key] = error
+        is_hopeless = self._refuse_alike(call, error)
         self.refusals.append(Fallback(call.signature, error))
-        if len(self.refusals) > 2 * self.max_graphs or self._is_fruitless():
+        if is_hopeless or len(self.refusals) > 2 * self.max_graphs or self._is_fruitless():
             self._disabled = error
         if not is_known:
             warn_user(f"{self._name} runs as plain Python: {error}")
@@ -661,6 +703,10 @@ def _search(roots: Iterable[tuple[str, Any]]) -> Found:
     found = discover(roots)
     check_supported(found)
     return found
+
+
+def _code_of(function: Callable[..., Any]) -> Any:
+    return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
 def _trace_twice(request: Request) -> Traced:
