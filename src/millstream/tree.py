@@ -85,6 +85,11 @@ def register(kind: type[T], take_apart: TakeApart | None = None) -> None:
     _sorts.clear()
 
 
+def is_registered(kind: type) -> bool:
+    """Whether ``register`` was told what is in objects of a type."""
+    return any(_registered.get(base) is not None for base in kind.__mro__)
+
+
 def tree_flatten(batch: Any, *, is_whole: Callable[[Any], bool] = lambda node: False) -> tuple[list[Any], Unflatten]:
     """List the leaves of ``batch``, and how to make a batch of the same shape from others.
 

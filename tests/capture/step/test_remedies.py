@@ -507,7 +507,7 @@ def _(w):
     return step, outside
 
 
-@remedy("changes a container among its arguments")
+@remedy("changes a container or an object among its arguments")
 def _(w):
     def changing(batch):
         batch["loss"] = w.finish(w.model(batch["x"]).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,7 +211,12 @@ def text_changed(where: str) -> CaptureError:
 
 
 def open_structure(
-    value: Any, leaves: list[Any], *, parameters: bool = False, own: Container[int] = frozenset()
+    value: Any,
+    leaves: list[Any],
+    *,
+    parameters: bool = False,
+    own: Container[int] = frozenset(),
+    opened: Collection[type] = (),
 ) -> Structure:
     """Take a value apart; scalars and text with tokens, whose values are known later, are leaves like tensors.
 
@@ -220,6 +225,7 @@ def open_structure(
         leaves: Receives the tensors, the scalars and the text.
         parameters: Whether parameters shall be leaves, too.
         own: By id, containers that are not taken apart.
+        opened: Classes whose objects are taken apart, too.
     """
 
     def place_of(part: Any) -> Structure | None:
@@ -239,4 +245,4 @@ def open_structure(
             )
         return None
 
-    return tree_flatten(value, place_of=place_of)[0]
+    return tree_flatten(value, place_of=place_of, opened=opened)[0]

@@ -1,18 +1,21 @@
 """Take nested arguments and results apart, and put them together again.
 
-Tuples, named tuples, lists, dicts and dataclasses are taken apart; tensors are the leaves; everything else is part of
-the *structure*, which is hashable: two calls with equal structures differ in nothing but tensors.
+Tuples, named tuples, lists, dicts, dataclasses and, where asked for, objects of other classes are taken apart; tensors
+are the leaves; everything else is part of the *structure*, which is hashable: two calls with equal structures differ in
+nothing but tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import weakref
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from operator import is_
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -85,7 +88,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A tuple, list, dict or dataclass."""
+    """A tuple, list, dict, dataclass, or another object with attributes."""
 
     type: type  # its class
     keys: tuple[Hashable, ...] = field(compare=False)  # of a dict, otherwise empty; see ``kinds``
@@ -95,8 +98,20 @@ class Container:
     # names of its attributes, fields of a dataclass among them; ``None`` where they are the items of a dict
     attributes: tuple[str, ...] | None = ()
 
+    @property
+    def is_object(self) -> bool:
+        """Whether it is of an opened class: neither a tuple, list or dict nor a dataclass."""
+        return not issubclass(self.type, tuple | list | dict) and not is_dataclass(self.type)
 
-Structure: TypeAlias = Leaf | Value | Number | Reference | Container
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """A weak reference to an object around it."""
+
+    index: int  # which of those, from the outermost
+
+
+Structure: TypeAlias = Leaf | Value | Number | Reference | Container | Around
 
 
 def is_other(number: Any, before: Any) -> bool:
@@ -180,7 +195,10 @@ def settings_of(key: tuple[Any, ...]) -> Settings:
 
 
 def tree_flatten(
-    value: Any, numbers: list[float] | None = None, place_of: Callable[[Any], Structure | None] | None = None
+    value: Any,
+    numbers: list[float] | None = None,
+    place_of: Callable[[Any], Structure | None] | None = None,
+    opened: Collection[type] = (),
 ) -> tuple[Structure, list[Tensor]]:
     """Tell the tensors within ``value``, parameters apart, from what remains.
 
@@ -188,21 +206,29 @@ def tree_flatten(
         value: Anything. A container with itself among its items is not supported; among its attributes it may be.
         numbers: Receives the numbers, too, if given: then the structure has places for them.
         place_of: What stands for a part that is not to be taken apart as others are; ``None`` for all others.
+        opened: Classes whose objects are taken apart by their attributes, too.
 
     Returns:
         The structure, and the tensors, depth first and each once. ``tree_unflatten`` reverses it.
     """
-    flattening = _Flattening(numbers, place_of)
+    flattening = _Flattening(numbers, place_of, opened)
     return flattening.flatten(value), [tensor for _, tensor in flattening.leaves.values()]
 
 
 class _Flattening:
-    __slots__ = ("leaves", "numbers", "open", "place_of")
+    __slots__ = ("around", "leaves", "numbers", "open", "opened", "place_of")
 
-    def __init__(self, numbers: list[float] | None, place_of: Callable[[Any], Structure | None] | None) -> None:
+    def __init__(
+        self,
+        numbers: list[float] | None,
+        place_of: Callable[[Any], Structure | None] | None,
+        opened: Collection[type],
+    ) -> None:
         self.leaves: dict[int, tuple[Leaf, Tensor]] = {}
         self.numbers, self.place_of = numbers, place_of
         self.open: list[int] = []  # ids of the containers with attributes around what is being looked at
+        self.opened = opened
+        self.around: list[int] = []  # likewise of objects of opened classes
 
     def flatten(self, value: Any) -> Structure:
         if self.place_of is not None and (place := self.place_of(value)) is not None:
@@ -228,6 +254,16 @@ class _Flattening:
             return Value(kind, value)
         if is_open_container(value):
             return self._flatten_container(kind, value)
+        return self._flatten_object(kind, value)
+
+    def _flatten_object(self, kind: type, value: Any) -> Structure:
+        if kind in self.opened:
+            self.around.append(id(value))
+            structure = self._flatten_container(kind, value)
+            self.around.pop()
+            return structure
+        if kind is weakref.ref and id(target := value()) in self.around:
+            return Around(self.around.index(id(target)))
         return Reference(value)
 
     def _flatten_container(self, kind: type, value: Any) -> Structure:
@@ -307,7 +343,7 @@ def has_same(values: Sequence[Any]) -> bool:
     return len({*map(id, values)}) != len(values)
 
 
-def tree_unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+def tree_unflatten(structure: Structure, leaves: Sequence[Any], around: Sequence[Any] = ()) -> Any:
     """Build a value of ``structure`` with these in the places of its tensors.
 
     Neither ``__init__`` nor another method of the user's classes is run: what it has set is among the attributes.
@@ -318,9 +354,16 @@ def tree_unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
         return structure.value
     if isinstance(structure, Reference):
         return structure.target
+    if isinstance(structure, Around):
+        return weakref.ref(around[structure.index])
     assert isinstance(structure, Container)
-    parts = [tree_unflatten(child, leaves) for child in structure.children]
     kind, attributes = structure.type, structure.attributes
+    if structure.is_object:
+        made = blank(kind)
+        parts = [tree_unflatten(child, leaves, (*around, made)) for child in structure.children]
+        _set_attributes(made, zip(attributes or (), parts, strict=True))
+        return made
+    parts = [tree_unflatten(child, leaves, around) for child in structure.children]
     if kind is tuple or kind is list:
         return kind(parts)
     if kind is dict:
@@ -332,6 +375,15 @@ def tree_unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
     elif attributes:
         _set_attributes(made, zip(attributes, parts[num_items:], strict=True))
     return made
+
+
+def blank(kind: type) -> Any:
+    """An object of a class without attributes; no code of the class runs.
+
+    Raises:
+        TypeError: It is written in C, and keeps what nobody can see.
+    """
+    return (SimpleNamespace if issubclass(kind, SimpleNamespace) else object).__new__(kind)
 
 
 def _build(structure: Container, items: list[Any]) -> Any:
@@ -376,7 +428,9 @@ def walk(structure: Structure, name: str) -> Iterator[tuple[str, Structure]]:
     fields = getattr(structure.type, "_fields", ())
     for position, child in enumerate(structure.children):
         beside = position - (len(structure.children) - len(attributes))
-        if beside >= 0:
+        if beside >= 0 and attributes[beside] == "data" and issubclass(structure.type, UserDict):
+            step = ""  # its items are those of this dict
+        elif beside >= 0:
             step = f".{attributes[beside]}"
         elif structure.keys:
             step = f"[{structure.keys[position]!r}]"

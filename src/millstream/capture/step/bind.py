@@ -116,6 +116,7 @@ class StepState:
             function=function,
             structure=call.structure,
             arguments=call.arguments,
+            opened=call.opened,
             roots=roots,
             found=found,
             state=state,

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence, Set
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from millstream import tree
+from millstream._torch import pytrees
 from millstream._torch.switches import Settings
 from millstream._torch.tensors import place_of_implementation
+from millstream.capture.state.objects import is_written_in_python, objects_of_batch
 from millstream.capture.state.signature import (
     Leaf,
     Number,
@@ -31,6 +36,9 @@ from millstream.capture.state.signature import (
 )
 from millstream.capture.step.request import NumberInput, argument_input
 from millstream.device.tensor_specs import TensorSpecs
+
+MOST_KEPT = 4
+"""Objects of a class that a step may change, each with a graph of its own, before it is a new one in each call."""
 
 MOST_FORMS = 100
 """Kinds of arguments whose numbers are remembered, to see which of them change."""
@@ -89,6 +97,7 @@ class Call:
     args: tuple[Any, ...]  # positional arguments as given
     kwargs: dict[str, Any]  # keyword arguments as given
     parameters: Sequence[str]  # names of the function's parameters
+    opened: frozenset[type] = frozenset()  # classes of objects that are taken apart
     cause: Any = None  # why no graph serves it, once that is known
 
     @property
@@ -119,16 +128,22 @@ class Call:
 
 
 class Calls:
-    """Makes calls of their arguments, and learns which numbers among these change.
+    """Makes calls of their arguments, and learns which numbers among these change, and which objects are batches.
 
     Args:
         function: The step's.
+
+    Attributes:
+        opened: Classes of objects among the arguments that are taken apart, as others of them come in each call.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._parameters = _parameters_of(function)
         self._varying: dict[Structure, frozenset[int]] = {}  # which numbers among the arguments change
         self._before: dict[Structure, list[float]] = {}  # that came first
+        self.opened: frozenset[type] = frozenset()
+        self._met: dict[str, Callable[[], Any]] = {}  # by the argument's name, the object that came last
+        self._kept: Counter[type] = Counter()  # objects of classes that are not opened, since that cannot be captured
 
     def split_numbers(self, form: Any, numbers: Sequence[float]) -> tuple[Any, list[float]]:
         """Tell numbers among the arguments that are part of the form from those that each call brings."""
@@ -140,7 +155,10 @@ class Calls:
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Look at the arguments; numbers that are others than they were before are brought by each call from now on."""
         numbers: list[float] = []
-        structure, arguments = tree_flatten((args, kwargs), numbers)
+        structure, arguments = tree_flatten((args, kwargs), numbers, opened=self.opened)
+        if self._learn(structure):
+            numbers = []
+            structure, arguments = tree_flatten((args, kwargs), numbers, opened=self.opened)
         form: Any = structure
         varying: Set[int] = frozenset()
         given: Sequence[float] = ()
@@ -153,7 +171,51 @@ class Calls:
             form, given = self.split_numbers(structure, numbers)
         parts = (Number(type(n)) if i in varying else Value(type(n), n) for i, n in enumerate(numbers))
         key = (None if kwargs else key_of_tensors(args)) or key_of(form, arguments)
-        return Call(key, replace_numbers(structure, parts), arguments, given, args, kwargs, self._parameters)
+        taken = self.opened.intersection(kinds_of(structure)) if self.opened else self.opened
+        return Call(key, replace_numbers(structure, parts), arguments, given, args, kwargs, self._parameters, taken)
+
+    def _learn(self, structure: Structure) -> bool:
+        """Open the classes of batches: of registered ones, and where another object comes in the place of one."""
+        opened = self.opened
+        for name, part in walk_arguments(structure, self._parameters):
+            if isinstance(part, Reference) and is_written_in_python(kind := type(part.target)):
+                is_another = (met := self._met.get(name)) is not None and met() is not part.target
+                if is_another or met is None:
+                    self._met[name] = _reference_to(part.target)
+                if is_another or pytrees.is_registered(kind) or tree.is_registered(kind):
+                    found = {type(each) for each in objects_of_batch(part.target)}
+                    self._kept.update(found.intersection(self._kept))
+                    self.opened |= {each for each in found if not 0 < self._kept[each] <= MOST_KEPT}
+                    if kind in self.opened:
+                        del self._met[name]
+        return self.opened != opened
+
+    def keep_whole(self, call: Call) -> Call | None:
+        """The same call with objects as they are: for the few that a step may change, each with a graph of its own.
+
+        Returns:
+            The call; ``None`` where there are none that would be others, or where ever new ones have come.
+        """
+        kinds = {kind for kind in call.opened if not self._kept[kind]}
+        if not kinds:
+            return None
+        self._kept.update(kinds)
+        self.opened -= kinds
+        return self.make(call.args, call.kwargs)
+
+    def open_again(self, kinds: Iterable[type]) -> None:
+        """Objects of these are taken apart for good."""
+        for kind in kinds:
+            self._kept[kind] = MOST_KEPT + 1
+        self.opened |= {*kinds}
+
+
+def _reference_to(value: Any) -> Callable[[], Any]:
+    """What gives an object, as long as there is one; slots may have no place for weak references."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
 
 
 def split_leaves(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -69,12 +69,12 @@ class History:
         return [f"{self.name}, in {seconds:.1f} s: {cause.text}" for cause, seconds in self.captures]
 
 
-def cause_of(graphs: Sequence[StepGraph], last: StepGraph | None, call: Call) -> Cause:
+def cause_of(graphs: Sequence[StepGraph], others: Iterable[StepGraph], call: Call) -> Cause:
     """Why none of the graphs serves a call.
 
     Args:
         graphs: Those that might have, the one kept last first.
-        last: The graph that was used last, if there is any.
+        others: All that there are, the one used last at the end; the call is compared with the nearest.
         call: The call.
     """
     for graph in graphs:
@@ -84,7 +84,13 @@ def cause_of(graphs: Sequence[StepGraph], last: StepGraph | None, call: Call) ->
             return _cause_of_break(change)
         changed = graph.changed_number(call.given)
         return OTHERWISE if changed is None else _changed(*changed)
-    return FIRST if last is None else _difference(last, call.form)
+    form = call.form
+    nearest = min(reversed([*others]), key=lambda graph: _num_differences(graph.form, form), default=None)
+    return FIRST if nearest is None else _difference(nearest, form)
+
+
+def _num_differences(before: Form, now: Form) -> int:
+    return sum(old != new for old, new in zip_longest(before.parts(), now.parts())) + (before.modes != now.modes)
 
 
 def _cause_of_break(change: Break) -> Cause:
@@ -114,6 +120,8 @@ def _difference(graph: StepGraph, now: Form) -> Cause:
     before, resized = graph.form, []
     for old, new in zip_longest(before.parts(), now.parts()):
         if old is None or new is None or old[0] != new[0]:
+            if old is not None and new is not None and new[0].startswith(old[0]):
+                return Cause(f"another {old[0]} came: such objects are taken apart from now on", "structure")
             name = new[0] if new is not None else old[0] if old is not None else ""
             return Cause(f"{name} was not there, or at another place", "structure")
         (name, then, value), (_, part, value_now) = old, new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType
 from typing import Any
@@ -62,6 +62,7 @@ class Request:
     function: Callable[..., Any]  # the user's function
     structure: Structure  # structure of ``(args, kwargs)``, with places for numbers that each call brings
     arguments: list[Tensor]  # the tensors among the arguments
+    opened: Collection[type]  # classes of objects among the arguments that are taken apart
     roots: list[tuple[str, Any]]  # where the search for what the function reaches begins
     found: Found  # what it reaches
     state: list[Lifted]  # all tensors in ``found``

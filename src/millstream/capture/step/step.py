@@ -265,7 +265,7 @@ class Step(Generic[P, R]):
             if key is None:
                 numbers: list[float] = []
                 form: Any
-                form, arguments = tree_flatten((args, kwargs), numbers)
+                form, arguments = tree_flatten((args, kwargs), numbers, opened=self._calls.opened)
                 if numbers:
                     form, given = self._calls.split_numbers(form, numbers)
                 key = key_of(form, arguments)
@@ -304,7 +304,7 @@ class Step(Generic[P, R]):
         error: CaptureError | None = None
         done: Callable[[], Any] | None = None
         try:
-            done = functools.partial(StepGraph.finish, *self._capture(call))
+            done = functools.partial(StepGraph.finish, *self._capture_objects(call))
         except EagerFirst:
             pass
         except StateMissing as missing:
@@ -433,7 +433,7 @@ class Step(Generic[P, R]):
     def _look_back(self, call: Call, found: Found) -> None:
         """Learn from graphs that do not fit: drop dead ones, lift what changes, stop if it leads nowhere."""
         candidates = self._cache.candidates(call.key)
-        call.cause = call.cause or cause_of(candidates, self._cache.last_used, call)  # before any is dropped
+        call.cause = call.cause or cause_of(candidates, self._cache, call)  # before any is dropped
         for graph in candidates:
             if graph.sizes is not None and not graph.sizes.hold(call.arguments):
                 continue
@@ -494,6 +494,22 @@ class Step(Generic[P, R]):
                 raise _one_shot_refusal(number) from None
             except NotNow as obstacle:
                 raise obstacle.error from None
+
+    def _capture_objects(self, call: Call) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
+        """Capture; where that cannot be with objects taken apart, as they may be changed, with these very objects."""
+        try:
+            return self._capture(call)
+        except FailingStepCaptureError:
+            raise
+        except CaptureError as error:
+            whole = self._calls.keep_whole(call)
+            if whole is None:
+                raise
+            try:
+                return self._capture(whole)
+            except CaptureError:
+                self._calls.open_again(call.opened)
+                raise error from error.__cause__
 
     def _capture(self, call: Call, *, is_trial: bool = False) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """Trace, build, run and keep a graph for ``call``; a failure, or a trial, leaves everything as it was.

@@ -18,6 +18,7 @@ from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.state.lift import Lifted
 from millstream.capture.state.location import Location
+from millstream.capture.state.objects import objects_of_batch
 from millstream.capture.state.signature import Reference, Structure, walk
 from millstream.capture.state.snapshot import Change
 from millstream.capture.step.request import Request
@@ -124,8 +125,9 @@ class Leaving:
 
     def take_outputs(self, result: Any, stored: list[Change]) -> list[Tensor]:
         parts: list[Any] = []
-        self.structure = open_structure(result, parts)
-        _check_returned(self.structure, {id(entry.tensor) for entry in self.request.state})
+        state = {id(entry.tensor) for entry in self.request.state}
+        self.structure = open_structure(result, parts, opened=self._classes_made(result, state))
+        _check_returned(self.structure, state)
         self._note_replaced(stored, parts)
         own = self._own_outputs()
         taken = set(self.memory)
@@ -166,6 +168,11 @@ class Leaving:
                 self.stored[storage_id(change.after)] = str(change.location)
         self.effects = self.recorder.finish(self.outputs, results)
         return results
+
+    def _classes_made(self, result: Any, state: Container[int]) -> set[type]:
+        """Classes of the objects with new tensors in a result; none where the user's own are among these."""
+        made = [each for each in objects_of_batch(result) if _holds_new_tensors(each, state)]
+        return {*map(type, made)} if self.request.found.owners.keys().isdisjoint(map(id, made)) else set()
 
     def _own_outputs(self) -> dict[int, Output]:
         """By id, arguments and state, which are returned and stored as they are."""

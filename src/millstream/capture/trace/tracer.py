@@ -20,7 +20,7 @@ import contextlib
 import functools
 import sys
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn
@@ -325,7 +325,7 @@ class _Tracer:
             structure = replace_numbers(self.request.structure, places)
             given = tree_unflatten(structure, self.request.arguments)
             args, kwargs = given
-            self.recorder.given = frozenset(_containers(given))
+            self.recorder.given = frozenset(_containers(given, self.request.opened))
             cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
             loads = Loads({str(name_of(place)) for place in self.request.disturbed})
             watch = CodeWatch(
@@ -513,10 +513,10 @@ class _Tracer:
 
     def _check_arguments(self, given: Any, before: Structure) -> None:
         """Refuse changes of containers among the arguments: the function was given copies of them."""
-        structure, leaves = tree_flatten(given)
+        structure, leaves = tree_flatten(given, opened=self.request.opened)
         if structure != before or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
             raise CaptureError(
-                "The step changes a container among its arguments, which a graph would not do again.",
+                "The step changes a container or an object among its arguments, which a graph would not do again.",
                 remedy="Return what it would put there.",
             )
 
@@ -816,12 +816,12 @@ def _constants_of(node: fx.Node, gm: fx.GraphModule) -> tuple[str, ...]:
     return (str(node.target), *map(str, given))
 
 
-def _containers(value: Any) -> set[int]:
-    """By id, the containers within a value, and it."""
+def _containers(value: Any, opened: Container[type]) -> set[int]:
+    """By id, the containers and objects of opened classes within a value, and it."""
     waiting, found = [value], set[int]()
     while waiting:
         value = waiting.pop()
-        if is_open_container(value) and id(value) not in found:
+        if (is_open_container(value) or type(value) in opened) and id(value) not in found:
             found.add(id(value))
             waiting += parts_of(value)
     return found
