@@ -272,3 +272,29 @@ def test_many_models_of_one_class_that_others_compile_take_no_form_of_ours():
 def test_where_others_have_used_up_the_forms_it_is_said(monkeypatch):
     monkeypatch.setattr(compile_module, "_ISOLATED", {})
     test_many_models_of_one_class_that_others_compile_take_no_form_of_ours()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_input_that_is_refilled_before_the_backward_pass_is_an_error_as_in_eager(dynamic):
+    layer = nn.Linear(4, 4)
+
+    def forward(plain, batched, turned, part, flat, added):
+        rows = [plain, batched.flatten(0, 1), turned.t(), part[1:3], flat.view(2, 4)]
+        return sum(layer(each).square().sum() for each in rows) + added.view(2, 2).sum()
+
+    def outcomes(call):
+        sizes = (2, 4), (3, 2, 4), (4, 3), (5, 4), (8,), (4,)
+        raised = []
+        for refilled in range(-1, len(sizes)):
+            inputs = [torch.full(size, 2.0) for size in sizes]
+            loss = call(*inputs)
+            if refilled >= 0:
+                inputs[refilled].fill_(7)
+            try:
+                raised.append(torch.autograd.grad(loss, layer.weight)[0])
+            except RuntimeError as error:
+                raised.append("modified by an inplace operation" in str(error))
+        return raised
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(outcomes(ms.compile(forward, dynamic=dynamic, strict=True)), outcomes(forward))

@@ -24,6 +24,15 @@ _GUARDS: Any = torch._C._dynamo.guards  # where PyTorch keeps the quick function
 #: 1.5 for as_strided.
 reinterpret: Callable[[torch.Tensor, Any, Any, int], torch.Tensor] = _GUARDS._reinterpret_tensor
 
+
+def tracked_view(base: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+    """As ``reinterpret``, but autograd takes a change of either for one of both, as it does of what it has saved.
+
+    Without gradients, as within an autograd function.
+    """
+    return base.as_strided(size, stride, base.storage_offset() + offset)
+
+
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
 

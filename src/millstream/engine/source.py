@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 
 from millstream._torch.devices.streams import current_stream_handle
-from millstream._torch.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret
+from millstream._torch.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret, tracked_view
 from millstream.device import DeviceContext, Event
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
@@ -311,11 +311,10 @@ class Writer:
         if view is None:
             raise InternalError(f"{name} is used in {self.program.graph.name} before anything makes it.")
         if view.base in self.bound and not any(isinstance(n, Named) for n in (*view.size, *view.stride, view.offset)):
-            tensor = reinterpret(self.bound[view.base], view.size, view.stride, view.offset)
-            self.names[name] = self._global(name, tensor)
+            self.names[name] = self._global(name, view.of(self.bound[view.base]))
             return self.names[name]
         base = self._value(view.base)
-        make = self._global("reinterpret", reinterpret)
+        make = self._global(*(("tracked_view", tracked_view) if view.is_tracked else ("reinterpret", reinterpret)))
         text = f"{make}({base}, {', '.join(map(self._expression, (view.size, view.stride, view.offset)))})"
         self.lines.append(f"{self._local(name, view.base)} = {text}")
         return self.names[name]

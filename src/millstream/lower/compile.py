@@ -52,7 +52,7 @@ from millstream.lower.inductor.randoms import random_decompositions
 from millstream.lower.inductor.shortcuts import no_collections, shortcuts
 from millstream.lower.kept import Found, Record, open_record
 from millstream.lower.plain import plain_forward
-from millstream.lower.program import Program
+from millstream.lower.program import Program, Value
 from millstream.lower.segments import Segments, cut, has_collectives
 from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translate import translate
@@ -419,10 +419,22 @@ def _as_lowered(
     symbolic: bool = False,
 ) -> Lowered | LoweredForSizes:
     """A program, just lowered or as it was kept; kept ones are as before kernels of our own are joined."""
+    if phase is Phase.FORWARD:
+        program = _track_saved(program, visible)
     if symbolic or (record is not None and record.symbols):
         return LoweredForSizes(SymbolicProgram(program), phase, visible, time.perf_counter() - start, record)
     program = _join_own_kernels(program)
     return Lowered(program, phase, visible, time.perf_counter() - start, record)
+
+
+def _track_saved(program: Program, visible: frozenset[int]) -> Program:
+    """Let autograd see whether inputs that are saved as views, as a batch of rows, change before the backward pass."""
+    saved = {value.name for at, value in enumerate(program.outputs) if at not in visible and isinstance(value, Value)}
+    unchanged = {*program.inputs} - program.mutated  # within the call
+    views = {
+        name: replace(view, is_tracked=name in saved and view.base in unchanged) for name, view in program.views.items()
+    }
+    return replace(program, views=views)
 
 
 def _join_own_kernels(program: Program) -> Program:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from millstream._torch.switches import present
+from millstream._torch.tensors import reinterpret, tracked_view
 from millstream.graph import KernelGraph
 from millstream.lower.operators import is_users
 
@@ -51,12 +52,20 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor over the memory of ``base``, which is no view itself; ``offset`` counts elements from its start."""
+    """A tensor over the memory of ``base``, which is no view itself; ``offset`` counts elements from its start.
+
+    With ``is_tracked``, autograd can see that it has changed with its base.
+    """
 
     base: str
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    is_tracked: bool = False
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """The view of a tensor."""
+        return (tracked_view if self.is_tracked else reinterpret)(base, self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True, slots=True)

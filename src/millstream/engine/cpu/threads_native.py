@@ -34,7 +34,6 @@ from millstream._torch.tensors import (
     from_handle,
     place_of_implementation,
     realign,
-    reinterpret,
 )
 from millstream.engine.cpu.worker_pool import Library, WorkerPool, library
 from millstream.errors import InternalError
@@ -158,7 +157,7 @@ class _Values:
             return self.bound[name]
         view = self._program.views.get(name)
         if view is not None:
-            return reinterpret(self.tensor(view.base), view.size, view.stride, view.offset)
+            return view.of(self.tensor(view.base))
         return from_handle(self._library.get(self.plan, self.registers[name]))
 
 

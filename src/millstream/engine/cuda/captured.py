@@ -13,7 +13,6 @@ from millstream._torch.devices.streams import current_stream_handle
 from millstream._torch.tensors import (
     allocator,
     copy_elements,
-    reinterpret,
     same_addresses,
     spanned_bytes,
     storage_view,
@@ -318,7 +317,7 @@ class Captured:
         view = self._program.views.get(name)
         if view is None:
             return lambda inputs: inputs[position]
-        return lambda inputs: reinterpret(inputs[position], view.size, view.stride, view.offset)
+        return lambda inputs: view.of(inputs[position])
 
 
 def _lacking_bytes(context: DeviceContext) -> int:
