@@ -35,6 +35,7 @@ class Workaround:
         lowering: Around Inductor's scheduling and code generation.
         tracing: Around its passes over the graph of forward and backward.
         decompose: Adds decompositions to a table.
+        captured_pass: Run on the graph as it was captured, before autograd; recompiles what it changes.
         joint_pass: Run on the graph of forward and backward before it is split.
         options: Options of Inductor.
         error: A part of the error that is raised without, if any is.
@@ -47,6 +48,7 @@ class Workaround:
     lowering: Patch = contextlib.nullcontext
     tracing: Patch = contextlib.nullcontext
     decompose: Callable[[Decompositions], Decompositions] = _as_it_is
+    captured_pass: Callable[[torch.fx.GraphModule], None] | None = None
     joint_pass: Callable[[torch.fx.Graph], None] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     error: str = ""

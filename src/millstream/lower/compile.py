@@ -240,6 +240,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
             run = finish(_as_lowered(program, Phase.STEP, visible, start, step))
             return lambda *inputs: run([*found.added, *inputs])
         progress.phase("preparing the graph")
+        workarounds.mend_captured(gm)
         table = workarounds.decompose({**select_decomp_table(), **random_decompositions()})
         original = copy.deepcopy(gm.graph)
 

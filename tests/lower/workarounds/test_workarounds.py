@@ -81,6 +81,26 @@ def train_parameters_by_each_other():
         torch.testing.assert_close(ours, theirs)
 
 
+def write_lists_in_turn():
+    def write(a, b, c):
+        parts = a * 2
+        torch._foreach_sub_([a, b], [b, a])
+        torch._foreach_copy_([b, c], [c, b])
+        torch._foreach_addcmul_([c, a], [b, c], [b, b], value=2)
+        torch._foreach_mul_([c, c.view(2, 4)], 2.0)
+        torch._foreach_add_([a[:4], a[4:]], [a[4:], a[:4]], alpha=3)
+        torch._foreach_add_([parts[:4], parts[4:]], [b[:4], c[4:]])  # which do not meet
+        return parts
+
+    def run(call, num_calls=1):
+        states = [torch.arange(8.0) + i for i in range(3)]
+        return [[each.clone() for each in (call(*states), *states)] for _ in range(num_calls)]
+
+    assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+    assert_equal(run(ms.compile(write, strict=True)), run(write))
+    assert_equal(run(ms.step(write, strict=True), 2), run(write, 2))
+
+
 def unpool_channels_last():
     x = torch.randn(1, 2, 4, 6).contiguous(memory_format=torch.channels_last)
     pooled, indices = torch.nn.functional.max_pool2d(x, 2, return_indices=True)
@@ -281,6 +301,7 @@ SHOWN_BY = {
     "pytorch#198101": lambda: test_copies.assert_right([test_copies.read_bits], "compile", [1]),
     "pytorch#198131": lambda: test_copies.assert_right([test_copies.remember, test_copies.swap], "step"),
     "pytorch#198270": lambda: test_copies.assert_right([test_copies.flip_what_was_put], "step"),
+    "foreach-order": write_lists_in_turn,
     "foreach-reads": train_parameters_by_each_other,
     "rnn-dropout": lambda: test_recurrence.assert_as_eager(nn.LSTM(3, 4, 2, dropout=0.5)),
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
@@ -336,6 +357,7 @@ PROGRAMS = [
     train_parameters_by_each_other,
     tune_with_the_newer_precision,
     unpool_channels_last,
+    write_lists_in_turn,
     write_into_what_shares_memory,
     scatter_into_expanded,
     give_operators_copies,

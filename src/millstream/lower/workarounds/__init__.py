@@ -1,7 +1,8 @@
 """Faults of PyTorch's compiler, and what is done about each: a module for each.
 
-They are in folders by the stage of the compiler that they change: ``decompositions`` of operators, the ``joint_graph``
-of forward and backward, either's graph ``post_grad``, and ``kernels``, how they are scheduled and written.
+They are in folders by the stage of the compiler that they change: the graph as it was ``captured``, ``decompositions``
+of operators, the ``joint_graph`` of forward and backward, either's graph ``post_grad``, and ``kernels``, how they are
+scheduled and written.
 
 The list has all workarounds there are, also those for other parts of PyTorch, which are in ``millstream._torch``. Each
 says which versions need it, can be switched off (``MILLSTREAM_WITHOUT=pytorch#185873,pytorch#197039``), and has a test
@@ -22,6 +23,7 @@ from millstream._torch import recurrence
 from millstream._torch.compiler import lookups
 from millstream._torch.devices import device_guard, generators
 from millstream._torch.workarounds import Decompositions, Workaround, without
+from millstream.lower.workarounds.captured import foreach_order
 from millstream.lower.workarounds.decompositions import (
     expanded_scatter,
     pytorch_167313,
@@ -55,7 +57,17 @@ from millstream.lower.workarounds.kernels import (
 )
 from millstream.lower.workarounds.post_grad import pytorch_198094, pytorch_198131
 
-__all__ = ["WORKAROUNDS", "JointPasses", "Workaround", "decompose", "lowering", "options", "tracing", "without"]
+__all__ = [
+    "WORKAROUNDS",
+    "JointPasses",
+    "Workaround",
+    "decompose",
+    "lowering",
+    "mend_captured",
+    "options",
+    "tracing",
+    "without",
+]
 
 WORKAROUNDS: tuple[Workaround, ...] = (
     lookups.WORKAROUND,
@@ -87,6 +99,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_198101.WORKAROUND,
     pytorch_198131.WORKAROUND,
     pytorch_198270.WORKAROUND,
+    foreach_order.WORKAROUND,
     foreach_reads.WORKAROUND,
     recurrence.WORKAROUND,
 )
@@ -112,6 +125,13 @@ def tracing() -> Iterator[None]:
         for each in _applied():
             stack.enter_context(each.tracing())
         yield
+
+
+def mend_captured(gm: torch.fx.GraphModule) -> None:
+    """Change a graph, before autograd, where PyTorch makes another program of it."""
+    for each in _applied():
+        if each.captured_pass is not None:
+            each.captured_pass(gm)
 
 
 def decompose(table: Decompositions) -> dict[Any, Callable[..., Any]]:
