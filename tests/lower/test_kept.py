@@ -26,6 +26,7 @@ import millstream as ms
 import millstream.lower.compile as compiling
 from millstream import cache
 from millstream._torch.compiler.expressions import decode_expression, encode_expression
+from millstream._torch.workarounds import without
 from millstream.lower.kept import key
 from tests.clocks import HANG_S
 
@@ -178,6 +179,12 @@ def another_world(request, monkeypatch):
 def test_another_world_is_missed(folder, another_world):
     with lowered_anew():
         take_steps()
+
+
+def test_a_program_that_was_not_checked_is_another_one():
+    described = [*key.describe_settings({})]
+    with without(["values"]):
+        assert [*key.describe_settings({})] != described
 
 
 def test_source_digest_sees_one_byte(tmp_path):

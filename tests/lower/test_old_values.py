@@ -69,6 +69,12 @@ def test_a_program_that_reads_what_is_overwritten_is_not_run(update, wrap):
     assert all(map(torch.equal, found, expected))
 
 
+def test_without_the_check_it_is_run():
+    with without((*OFF, "values")):
+        found = run(swap, ms.step, strict=True)
+    assert not all(map(torch.equal, found, run(swap, None)))
+
+
 def test_sizes_may_be_symbolic():
     expected = run(flip_what_was_put, None, size=7)
     with without(OFF), pytest.raises(MisreadError, match="meanwhile"):

@@ -78,12 +78,20 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+PARTS: Mapping[str, str] = {
+    "shortcuts": "TorchInductor is not spared any work, nor garbage collections while it compiles",
+    "comparison": "processes do not compare what they train by",
+    "values": "programs are not checked for reads of what has been overwritten",
+    "patches": "functions and classes of libraries may be replaced after a capture unnoticed",
+}
+"""What else is not needed, and can be switched off: what happens without, by the name in ``MILLSTREAM_WITHOUT``."""
+
 _off: ContextVar[frozenset[str]] = ContextVar("workarounds that are off", default=frozenset())
 
 
 @contextlib.contextmanager
 def without(issues: Iterable[str]) -> Iterator[None]:
-    """Do without these workarounds inside the ``with`` block, as ``MILLSTREAM_WITHOUT`` does in a whole process."""
+    """Do without these workarounds, or parts, in the ``with`` block, as ``MILLSTREAM_WITHOUT`` does everywhere."""
     token = _off.set(_off.get() | frozenset(issues))
     try:
         yield
@@ -92,7 +100,7 @@ def without(issues: Iterable[str]) -> Iterator[None]:
 
 
 def is_off(name: str) -> bool:
-    """Whether a workaround, or another part that is not needed, is switched off."""
+    """Whether a workaround, or one of ``PARTS``, is switched off."""
     return name in _off.get() or name in re.findall(r"[^\s,]+", os.environ.get("MILLSTREAM_WITHOUT", ""))
 
 

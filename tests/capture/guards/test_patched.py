@@ -16,6 +16,7 @@ from torch.nn import Dropout
 from torch.nn.functional import softmax
 from torch.utils.checkpoint import checkpoint
 
+from millstream._torch.workarounds import without
 from millstream.capture import Step
 from tests.capture.worlds import interpret
 
@@ -129,6 +130,15 @@ def test_a_replaced_function_or_class_is_noticed(place, captured, monkeypatch):
     for one, other in zip((*ours, *again), (*theirs, *before), strict=True):
         torch.testing.assert_close(one, other)
     assert len(graphs) == num_graphs + 1  # when it is put back the first graph serves again
+
+
+def test_without_the_guard_a_replaced_function_goes_unnoticed(monkeypatch):
+    step, x = Step(lambda x: F.gelu(x), build=interpret, strict=True), torch.ones(2, 3)
+    with without(["patches"]):
+        before = step(x)
+    monkeypatch.setattr(F, "gelu", five)
+    assert torch.equal(step(x), before)
+    assert len(step.graphs) == 1
 
 
 def _halve(optimizer, *_, **__):

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from millstream._torch.workarounds import is_off
 from millstream.capture.guards.guards import Guards
 from millstream.capture.state.borrowed import find_borrowed
 from millstream.capture.state.discover import MAX_ITEMS, defaults_of
@@ -131,7 +132,9 @@ def _add_objects(guards: Guards, request: Request, traced: Traced) -> None:
 
 
 def _find_borrowed(request: Request, traced: Traced) -> dict[Location, Any]:
-    """What the code that ran takes from PyTorch and Python's library."""
+    """What the code that ran takes from PyTorch and Python's library; ``MILLSTREAM_WITHOUT=patches`` leaves it out."""
+    if is_off("patches"):
+        return {}
     modules = (module for _, root in request.found.modules for module in root.modules())
     others = (each for _, each in (*request.found.optimizers, *request.found.scalers))
     owners = (*modules, *others, *traced.used.owners.values())
