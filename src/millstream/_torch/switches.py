@@ -5,7 +5,7 @@ are now: it is asked in every call of a step, by a guard in every call of a comp
 kept on disk. ``other_setters`` names all that is set besides, with who sees that, or why nobody need. A test finds the
 setters of the PyTorch that runs, and fails for one that is in neither table.
 
-Reading them takes some 3 µs in Python, and 0.2 in compiled code (``accelerate``). What is read never raises: the
+Reading them takes some 6 µs in Python, and 0.4 in compiled code (``accelerate``). What is read never raises: the
 getters of PyTorch's older switches of precision do where the newer ones are in use. Private APIs; tried on torch 2.11
 and 2.13.
 """
@@ -279,6 +279,17 @@ LEGACY = (
     _plain("torch.backends.cudnn.allow_tf32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
 )
 """Precision in PyTorch's older form. What it sets is seen in the newer one; to ask for it may raise, and takes long."""
+
+ASKS_PRECISION = torch.get_float32_matmul_precision
+"""What gives the precision of matrix products in the older form, which the newer one does not tell in each case."""
+
+
+def precision_told_by(ask: Callable[[], str]) -> str | None:
+    """What a getter of the older form gives; ``None`` where it raises, as the newer form is in use besides."""
+    try:
+        return ask()
+    except RuntimeError:
+        return None
 
 
 class Settings:

@@ -1,4 +1,4 @@
-// PyTorch's switches, all in one look: Python would take some 5 µs to ask for each.
+// PyTorch's switches, all in one look: Python would take some 6 µs to ask for each.
 //
 // Contract
 // - What `millstream_read_switches` gives, as bytes, is another whenever one of the switches of `_torch/switches.py` is.

@@ -67,7 +67,6 @@ READS = {
         "len(os.environ)": lambda x: x * len(os.environ),
         "items of os.environ": lambda x: x * len(dict(os.environ)),
     },
-    "torch.get_float32_matmul_precision()": {"precision": lambda x: x * len(torch.get_float32_matmul_precision())},
     "torch.initial_seed()": {"seed": lambda x: x * torch.initial_seed()},
     "which subclasses a class has": {
         "__subclasses__": lambda x: x * len(torch.nn.Module.__subclasses__()),

@@ -253,6 +253,20 @@ def test_one_that_is_set_once_is_left_set_and_captured_with_that():
     assert len(step.graphs) == 1
 
 
+def test_the_precision_that_a_step_asks_for_is_that_of_the_call():
+    function, x = lambda x: x * len(torch.get_float32_matmul_precision()), torch.ones(3)
+    step = ms.step(function, strict=True, engine="serial")
+    for precision in ("highest", "medium", "high", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        for _ in range(2):
+            assert torch.equal(step(x), function(x))
+    assert len(step.graphs) == 3
+    torch.backends.cuda.matmul.allow_tf32 = True  # which leaves all switches of the newer form as they were
+    for call in (step, function):
+        with pytest.raises((RuntimeError, ms.CaptureError), match="mix of the legacy and new APIs"):
+            call(x)
+
+
 # --- set by another thread meanwhile ----------------------------------------------------------------------------------
 
 

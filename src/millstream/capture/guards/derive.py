@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from millstream._torch.switches import ASKS_PRECISION
 from millstream._torch.workarounds import is_off
 from millstream.capture.guards.guards import Guards
 from millstream.capture.state.borrowed import find_borrowed
@@ -125,6 +126,8 @@ def _add_objects(guards: Guards, request: Request, traced: Traced) -> None:
     for owner in traced.used.owners.values():
         guards.pin(owner)
     guards.expect_borrowed(_find_borrowed(request, traced), {id(code) for code, _ in traced.frames})
+    if any(code is ASKS_PRECISION.__code__ for code, _ in traced.frames):
+        guards.precisions.add(ASKS_PRECISION, "torch.get_float32_matmul_precision")
     variables = os.environ._data  # type: ignore[attr-defined]
     for name in sorted(traced.variables):
         key = os.environ.encodekey(name)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from millstream._torch.distributed.data_parallel import NUM_WRAPPED, data_parallel_wrappers
 from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.scaler import is_idle
+from millstream._torch.switches import precision_told_by
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import ALL, BORROWED, NOTHING, QuickGuards, is_made, load_library
 from millstream.capture.lines import is_users_own
@@ -199,6 +200,7 @@ class Guards:
         self.scalers = Check("Gradients were unscaled outside of the step.", is_idle)
         # What places hold looks as it did, though it may be another.
         self.forms = Check("{} has another shape, dtype or layout than before.", lambda pair: pair[0](pair[1].get()))
+        self.precisions = Check("{}() gives another precision than before.", precision_told_by)
         self.contents = Check(_OTHER_ITEMS, _itself, has_content)  # of sets, deques, arrays and such
         self.dicts = Check("{} has another __dict__ than before.", vars, is_)  # of objects that are no modules
         self.owned: set[Location] = set()  # entries that hold state of the step
@@ -289,7 +291,9 @@ class Guards:
         known = (self.sizes, self.orders, *self.pins, self.entries, self.absent, self.cells, self.placed)
         self._quick = [check for check in known if check.things]
         self._borrowed = [self.borrowed] if self.borrowed.things else []
-        self._slow = [check for check in (self.scalers, self.forms, self.contents, self.dicts) if check.things]
+        self._slow = [
+            check for check in (self.scalers, self.forms, self.precisions, self.contents, self.dicts) if check.things
+        ]
 
     def quicken(self, written: Sequence[Tensor]) -> None:
         """From now on let compiled code look first, where it can be had; it also counts up versions of ``written``."""
@@ -383,7 +387,16 @@ class Guards:
             return Break("A parameter belongs to a data-parallel model now.", is_final=True)
         for change in self.placed.broken():
             return replace(change, is_final=True)
-        others = (self.sizes, self.orders, self.contents, *self.pins, self.dicts, self.frozen, self.forms)
+        others = (
+            self.sizes,
+            self.orders,
+            self.contents,
+            *self.pins,
+            self.dicts,
+            self.frozen,
+            self.forms,
+            self.precisions,
+        )
         for check in (*others, self.scalers, self.hooks):
             for change in check.broken():
                 return change

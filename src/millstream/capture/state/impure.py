@@ -239,7 +239,7 @@ _READING: dict[CodeType, str] = {
     getattr(owner, name).__code__: what or f"{owner.__name__}.{name}()"
     for owner, names, what in (
         (type(os.environ), "__iter__ __len__", "which environment variables there are"),
-        (torch, "get_float32_matmul_precision initial_seed", ""),
+        (torch, "initial_seed", ""),
         (threading, "active_count enumerate", ""),
         (signal, "getsignal", ""),
     )
