@@ -51,27 +51,12 @@ def update_by_data(source, target):
 UPDATES = update_by_copy, update_by_state, update_by_data
 
 
-class Centering(nn.Module):
-    """The statistics of a normalisation, of batches of any size."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("running_mean", torch.zeros(3))
-        self.register_buffer("running_var", torch.ones(3))
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.running_mean.lerp_(x.mean(0), 0.1)
-            self.running_var.lerp_((x - self.running_mean).square().mean(0), 0.1)
-        return x - self.running_mean.clone()
-
-
 class Carrying(nn.Module):
     """A model that carries state from call to call, and keeps what that was before."""
 
-    def __init__(self, norm):
+    def __init__(self):
         super().__init__()
-        self.norm, self.inner = norm, nn.Linear(3, 3)
+        self.norm, self.inner = nn.BatchNorm1d(3), nn.Linear(3, 3)
         for name in ("h_prev", "h_before", "mean_before", "variance_before", "a_mean"):
             self.register_buffer(name, torch.zeros(3))
         self.register_buffer("frames", torch.zeros(3, 3))
@@ -97,7 +82,7 @@ def training():
     """A step of training with all of it, and what there is to compare."""
     torch.manual_seed(0)
     policy_net, target_net, net, frozen = (nn.ModuleList(nn.Linear(3, 2) for _ in UPDATES) for _ in range(4))
-    carrying, weight = Carrying(Centering()), nn.Parameter(torch.randn(2, 3))
+    carrying, weight = Carrying(), nn.Parameter(torch.randn(2, 3))
     averaged, anchor, hidden = weight.detach().clone(), torch.zeros(2, 3), nn.Linear(3, 2)
     optimizer = torch.optim.SGD([*policy_net.parameters(), *net.parameters(), *carrying.parameters(), weight], 0.1)
     remembering = Remembering(hidden.parameters(), 0.1)
@@ -136,7 +121,7 @@ def training():
 def with_backward(wrap):
     """Calls of a model and its backward pass, and what there is to compare."""
     torch.manual_seed(0)
-    model = Carrying(nn.BatchNorm1d(3))
+    model = Carrying()
     call = wrap(model)
 
     def step(x):

@@ -276,6 +276,14 @@ def read_what_is_updated():
         test_kept_reads.assert_gradients_are_right(test_kept_reads.RunningScale())
 
 
+def normalize_batches_of_any_size():
+    norm = nn.BatchNorm1d(2)
+    step = ms.step(lambda x: norm(x), strict=True, dynamic=True, engine="serial")
+    for rows in (3, 4):
+        step(torch.ones(rows, 2))
+    assert len(step.graphs) == 1
+
+
 SHOWN_BY = {
     "pytorch#118260": call_from_threads,
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
@@ -302,6 +310,7 @@ SHOWN_BY = {
     "pytorch#198131": lambda: test_copies.assert_right([test_copies.remember, test_copies.swap], "step"),
     "pytorch#198270": lambda: test_copies.assert_right([test_copies.flip_what_was_put], "step"),
     "foreach-order": write_lists_in_turn,
+    "float-of-size": normalize_batches_of_any_size,
     "foreach-reads": train_parameters_by_each_other,
     "rnn-dropout": lambda: test_recurrence.assert_as_eager(nn.LSTM(3, 4, 2, dropout=0.5)),
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),

@@ -32,6 +32,7 @@ from millstream.lower.workarounds.decompositions import (
     pytorch_198119,
 )
 from millstream.lower.workarounds.joint_graph import (
+    float_of_size,
     pytorch_183988,
     pytorch_184232,
     pytorch_187580,
@@ -101,6 +102,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_198270.WORKAROUND,
     foreach_order.WORKAROUND,
     foreach_reads.WORKAROUND,
+    float_of_size.WORKAROUND,
     recurrence.WORKAROUND,
 )
 
