@@ -2,6 +2,7 @@
 # ruff: noqa: UP031, F507  of how numbers are put into text
 
 import math
+import threading
 from math import cos
 
 import numpy as np
@@ -65,6 +66,16 @@ def captures(function, calls, start=0):
     return len(made)
 
 
+@pytest.fixture
+def waiting_thread():
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    yield thread
+    ends.set()
+    thread.join()
+
+
 needs_compiler = pytest.mark.skipif(not can_be_seen(), reason="needs a compiler")
 
 
@@ -113,7 +124,9 @@ def test_schedule_is_read_as_it_is_in_each_call():
 
 
 @needs_compiler
-def test_rate_of_an_optimizer_from_a_schedule():
+def test_rate_of_an_optimizer_from_a_schedule(waiting_thread):
+    """Another thread that may write takes nothing from it, such as one that loads data."""
+
     def make():
         torch.manual_seed(0)
         model = nn.Linear(4, 1)

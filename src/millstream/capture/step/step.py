@@ -662,6 +662,7 @@ class Step(Generic[P, R]):
             traced = _trace_twice(request)
         except Converted:
             request.converts = self._state.converts = True
+            request.plain.clear()  # the numbers there may be some of the graph now
             return self._trace_converting(request)
         except CaptureError:  # as where C takes a plain number only
             if not request.converts:

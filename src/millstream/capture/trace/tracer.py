@@ -107,6 +107,7 @@ from millstream.capture.state.signature import (
 from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
 from millstream.capture.step.request import (
     Converted,
+    Disturbed,
     FoundLate,
     NoGraph,
     NumbersChanged,
@@ -171,7 +172,7 @@ def trace_step(request: Request) -> Traced:
         tracer.check_conversions()
         return traced
     except Exception as error:
-        if isinstance(error, CaptureError | OneShot):
+        if isinstance(error, CaptureError | OneShot | Disturbed):  # a plain number seems to be another thread's
             tracer.check_conversions()
         tracer.make_readable(error)
         raise
