@@ -62,6 +62,9 @@ from millstream.errors import CaptureError
 MAX_ITEMS = 1000
 """A longer container is a data set rather than a list of models: it is not searched."""
 
+MAX_LIBRARY = 500
+"""Functions of libraries into whose code the search looks: what others name is found when they run."""
+
 _OF_PYTHON = frozenset(
     """
     threading.Event threading.Semaphore threading.Barrier asyncio.locks.Event asyncio.locks.Semaphore
@@ -132,19 +135,8 @@ def discover(roots: Iterable[tuple[str, Any]], ran: Ran | None = None) -> Found:
     Raises:
         CaptureError: An object does not let itself be looked at.
     """
-    search = _Search(ran or Ran())
-    try:
-        for name, root in roots:
-            search.visit(name, root)
-        for hook in hooks_of_all_modules():
-            search.visit("hook", hook)
-        search.finish()
-    except Exception as error:
-        raise CaptureError(
-            f"Looking for what the step uses failed: {told(error)}",
-            where=place_of(error),
-            remedy="Please report it; the step works without ms.step.",
-        ) from error
+    search = Search(ran)
+    search.extend(roots)
     return search.found
 
 
@@ -158,67 +150,207 @@ class _Plain:
     name: str  # of the object
     holder: MutableMapping[str, Any]  # its attributes
     defaults: frozenset[str] = frozenset()  # others, which it may be given later
-    library: type | None = None  # its class, if that is PyTorch's or Python's, whose code reads attributes too
     given: type | None = None  # its class, if it may be given others, which code asks for with ``hasattr``
+    library: frozenset[str] = frozenset()  # names in its class, if that is PyTorch's or Python's, which reads them too
+    is_computed: bool = False  # whether code reads it by names that it computes
 
 
-class _Search:
-    def __init__(self, ran: Ran) -> None:
+class _Names:
+    """Which attributes of which holders are due to be followed: each is, once, when its name is known.
+
+    Holders come in the order in which they were met, and those that are met meanwhile in the next round.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self.known, self.told = found.names, found.told
+        self.read: set[str] = set()  # those that are not only called as methods
+        self._plain: list[_Plain] = []
+        self._holding: dict[str, list[int]] = {}  # by name, those that have such an attribute, or may be given it
+        self._given: list[int] = []  # those that may be given any
+        self._due: dict[int, set[str]] = {}
+
+    def add(self, names: Iterable[str], *, is_read: bool = False, is_told: bool = False) -> None:
+        """Take names to occur in code."""
+        for name in names:
+            is_new = name not in self.known or (is_read and name not in self.read)
+            if is_new:
+                self.known.add(name)
+                for index in self._holding.get(name, ()):
+                    self._due.setdefault(index, set()).add(name)
+            if is_read:
+                self.read.add(name)
+            if is_told and name not in self.told:
+                self.told.add(name)
+                for index in self._given:
+                    self._due.setdefault(index, set()).add(name)
+
+    def add_holder(self, plain: _Plain) -> None:
+        """Follow attributes of this, too."""
+        index = len(self._plain)
+        self._plain.append(plain)
+        held = {*plain.holder, *plain.defaults}
+        for name in held:
+            self._holding.setdefault(name, []).append(index)
+        due = {name for name in held if plain.is_computed or name in self.known or name in plain.library}
+        if plain.given is not None:
+            self._given.append(index)
+            due |= self.told
+        if due:
+            self._due[index] = due
+
+    def take(self) -> Iterator[tuple[_Plain, list[str]]]:
+        """Give holders and names in them until none is due; more may be added meanwhile."""
+        while self._due:
+            for index in sorted(self._due):
+                yield self._plain[index], sorted(self._due.pop(index))
+
+
+class Search:
+    """Finds what a function reaches, and later what other functions reach besides.
+
+    Args:
+        ran: Look at this code only, and at these attributes of modules. Otherwise code of libraries is looked at as far
+            as that is near.
+
+    Attributes:
+        found: What was found so far.
+    """
+
+    def __init__(self, ran: Ran | None = None) -> None:
         self.found = Found()
-        self._ran = ran
-        self.names = self.found.names
-        self._read: set[str] = set()  # those of them that are not only called as methods
+        self._ran = ran or Ran()
+        self._names = _Names(self.found)
         self._seen: dict[int, Any] = {}  # id -> object, kept alive so that ids stay unique
         self._linked: set[tuple[int, Any]] = set()
-        self._plain: list[_Plain] = []
         self._computed = {id(held) for value in self._ran.computed.values() for held in _all_attributes(value)}
         self._of_module: str | None = None  # the attribute of a module from which the search has come
         self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
         self._answered: set[types.CodeType] = set()  # code behind caches, which need not run to have been asked
-        self._followed = -1  # how many names and holders there were when last looked at
         self._unread: list[tuple[str, dict[str, Any], str]] = []  # other attributes of modules
-        self._aside: list[tuple[str, dict[str, Any], str]] = []  # attributes of modules, looked at last
+        # attributes of modules, looked at last; by their names
+        self._aside: dict[str, deque[tuple[int, str, dict[str, Any]]]] = {}
+        self._num_aside = 0
         self._sources: list[tuple[str, str | None]] = []  # iterators and queues, and that attribute
+        # functions of libraries into whose code nobody has looked, by id; and that attribute
+        self._closed: dict[int, tuple[str, types.FunctionType, str | None]] = {}
+        self._num_opened = 0
+        self._library_names: dict[type, frozenset[str]] = {}
 
-    def finish(self) -> None:
+    def extend(self, roots: Iterable[tuple[str, Any]]) -> None:
+        """Find what these reach besides.
+
+        Raises:
+            CaptureError: An object does not let itself be looked at.
+        """
+        try:
+            for name, root in roots:
+                self.visit(name, root)
+                if id(root) in self._closed:
+                    self._open(root)
+            for hook in hooks_of_all_modules():
+                self.visit("hook", hook)
+            self._finish()
+        except Exception as error:
+            raise CaptureError(
+                f"Looking for what the step uses failed: {told(error)}",
+                where=place_of(error),
+                remedy="Please report it; the step works without ms.step.",
+            ) from error
+
+    def _finish(self) -> None:
         """Look at plain objects and classes again until their code yields no new name."""
-        self._follow_names()
-        if not self.names.isdisjoint(_PASSES):
-            self._aside += self._unread
-        while self._aside:  # those that the code names first: what it also reaches by another way is met by that way
-            self._aside.sort(key=lambda item: item[2] not in self.names)
-            name, holder, self._of_module = self._aside.pop(0)
+        self._settle()
+        if not self.found.names.isdisjoint(_PASSES):
+            for item in self._unread:
+                self._put_aside(*item)
+            self._unread.clear()
+        while self._aside:
+            name, holder, self._of_module = self._next_aside()
             if isinstance(holder[self._of_module], tuple):
                 self.visit(name, holder[self._of_module])
             else:
                 self.follow(name, holder, self._of_module)
             self._of_module = None
-            self._follow_names()
+            self._settle()
         self.found.sources = [name for name, attribute in self._sources if self._may_look_into(attribute)]
         containers = (*self.found.containers, *self.found.long)
         self.found.watched = [item for item in containers if self._may_look_into(self._attribute_of[id(item[1])])]
 
+    def _put_aside(self, name: str, holder: dict[str, Any], attribute: str) -> None:
+        self._aside.setdefault(attribute, deque()).append((self._num_aside, name, holder))
+        self._num_aside += 1
+
+    def _next_aside(self) -> tuple[str, dict[str, Any], str]:
+        """The first that the code names: what it also reaches by another way is met by that way."""
+        attribute = min(self._aside, key=lambda each: (each not in self.found.names, self._aside[each][0][0]))
+        _, name, holder = self._aside[attribute].popleft()
+        if not self._aside[attribute]:
+            del self._aside[attribute]
+        return name, holder, attribute
+
     def _may_look_into(self, attribute: str | None) -> bool:
         """Whether the code may do that with an attribute of a module: what it never names may change as it likes."""
-        return attribute is None or attribute in self.names or self._ran.attributes is not None
+        return attribute is None or attribute in self.found.names or self._ran.attributes is not None
+
+    def _settle(self) -> None:
+        """Follow names, and look into code of libraries, until there is none that is near."""
+        self._follow_names()
+        while self._closed and self._num_opened < MAX_LIBRARY:
+            self._num_opened += 1
+            self._open(next(iter(self._closed.values()))[1])
+            self._follow_names()
+
+    def _open(self, function: types.FunctionType) -> None:
+        name, _, attribute = self._closed.pop(id(function))
+        before, self._of_module = self._of_module, attribute
+        self._visit_code(name, function)
+        self._of_module = before
 
     def _follow_names(self) -> None:
-        while self._followed != (known := len(self.names) + len(self._read) + len(self._plain)):
-            self._followed = known
-            for plain in list(self._plain):
-                holder, is_computed = plain.holder, id(plain.holder) in self._computed
-                library = _names_of_class(plain.library, self._ran) if plain.library is not None else frozenset()
-                is_computed = is_computed or "__dict__" in library
-                wanted = {*holder} if is_computed else (self.names | library).intersection(holder)
-                for name in sorted(name for name in wanted if not (is_computed and name.startswith("__"))):
-                    is_read = is_computed or name in self._read or name in library
+        names = self._names
+        for plain, due in names.take():
+            holder = plain.holder
+            for name in due:
+                if name in holder:
+                    if plain.is_computed and name.startswith("__"):
+                        continue
+                    is_read = plain.is_computed or name in names.read or name in plain.library
                     if is_read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
                         self.follow(f"{plain.name}.{name}", holder, name)
-                later = plain.defaults if is_computed else self.names & plain.defaults
-                if plain.given is not None:
-                    later |= {name for name in self.found.told if not hasattr(plain.given, name)}
-                for name in sorted(later.difference(holder)):
+                elif self._may_be_given(plain, name):
                     self.follow(f"{plain.name}.{name}", holder, name)
+
+    def _may_be_given(self, plain: _Plain, name: str) -> bool:
+        """Whether code would notice it if a holder were given an attribute of this name."""
+        if name in plain.defaults and (plain.is_computed or name in self._names.known):
+            return True
+        return plain.given is not None and name in self._names.told and not hasattr(plain.given, name)
+
+    def _watch(
+        self,
+        name: str,
+        holder: MutableMapping[str, Any],
+        defaults: frozenset[str] = frozenset(),
+        library: type | None = None,
+        given: type | None = None,
+    ) -> None:
+        """Follow attributes by their names.
+
+        Args:
+            name: Of the object.
+            holder: Its attributes.
+            defaults: Others, which it may be given later.
+            library: Its class, if that is PyTorch's or Python's, whose code reads attributes too.
+            given: Its class, if it may be given others, which code asks for with ``hasattr``.
+        """
+        read = frozenset[str]() if library is None else self._names_of_library(library)
+        is_computed = id(holder) in self._computed or "__dict__" in read
+        self._names.add_holder(_Plain(name, holder, defaults, given, read, is_computed))
+
+    def _names_of_library(self, kind: type) -> frozenset[str]:
+        if kind not in self._library_names:
+            self._library_names[kind] = _names_of_class(kind, self._ran)
+        return self._library_names[kind]
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of thing
         """Look at ``value``, once."""
@@ -236,14 +368,14 @@ class _Search:
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self.found.tensors.append((name, value))
-            self._plain.append(_Plain(name, vars(value), given=type(value)))
+            self._watch(name, vars(value), given=type(value))
         elif isinstance(value, nn.Module):
             self._visit_module(name, value)
         elif isinstance(value, Optimizer) and vars(value).keys() >= _OF_OPTIMIZERS:
             self.found.optimizers.append((name, value))
             self._visit_class(name, type(value))
             self._linked.update((id(vars(value)), key) for key in _own_of_optimizers())
-            self._plain.append(_Plain(name, vars(value), defaults_of(type(value)), given=type(value)))
+            self._watch(name, vars(value), defaults_of(type(value)), given=type(value))
             for parameter in (parameter for group in value.param_groups for parameter in group["params"]):
                 self._visit_tensor(name, parameter)
             for hook in hooks_of_optimizer(value):
@@ -293,7 +425,8 @@ class _Search:
         elif isinstance(value, weakref.ref):  # and no link, which would keep it alive
             self.visit(f"{name}()", value())
         elif isinstance(value, operator.attrgetter | operator.methodcaller):
-            self._name({part for each in value.__reduce__()[1] if isinstance(each, str) for part in each.split(".")})
+            paths = (each for each in value.__reduce__()[1] if isinstance(each, str))
+            self._names.add((part for path in paths for part in path.split(".")), is_read=True)
         elif type(value).__module__ == "multiprocessing.sharedctypes":
             self.visit(name, vars(value).get("_obj"))
         elif isinstance(value, UserDict | UserList | ChainMap):
@@ -302,7 +435,7 @@ class _Search:
             self._visit_object(name, value)
         elif isinstance(value, types.ModuleType):
             if is_users_module(value):
-                self._plain.append(_Plain(name, vars(value)))
+                self._watch(name, vars(value))
                 self.found.namespaces.append((name, vars(value)))
             else:
                 self.found.borrowed.append(value)
@@ -335,17 +468,25 @@ class _Search:
         self._visit_attributes(name, vars(function), frozenset())
         if not self._ran.may_have_run(code) and code not in self._answered:
             return
+        if self._ran.codes is None and not is_users_own(code.co_filename):
+            self._closed[id(function)] = name, function, self._of_module
+            self._visit_wrapper(name, function)
+        else:
+            self._visit_code(name, function)
+
+    def _visit_code(self, name: str, function: types.FunctionType) -> None:
+        """Look at what the code of a function names, and at what is kept with it."""
+        code = function.__code__
         names = names_of(code)
         self.found.codes |= names.codes
         self.found.owners[id(function)] = function
         parent = name.rpartition(".")[0]
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
-        self._read |= names.read
-        self._name(names.told)
-        self.found.told |= names.told
+        self._names.add(names.read & names.all, is_read=True)
+        self._names.add(names.told, is_read=True, is_told=True)
         self._visit_imports(names, function.__globals__.get("__package__"))
-        self.names |= names.all
+        self._names.add(names.all)
         told = names.told if "globals" in names.globals else set()
         for variable in sorted(told | names.all & names.globals):
             if variable in function.__globals__:
@@ -386,11 +527,6 @@ class _Search:
             if path in sys.modules:
                 self.visit(path, sys.modules[path])
             path = path.rpartition(".")[0]
-
-    def _name(self, names: Iterable[str]) -> None:
-        """Take attributes of these names to be read."""
-        self.names.update(names)
-        self._read.update(names)
 
     def _visit_wrapper(self, name: str, function: types.FunctionType) -> None:
         """Look at what a decorator of a library's has wrapped, such as ``torch.no_grad()``."""
@@ -461,13 +597,13 @@ class _Search:
     def _visit_attributes(
         self, name: str, holder: MutableMapping[str, Any], defaults: frozenset[str], library: type | None = None
     ) -> None:
-        self._plain.append(_Plain(name, holder, defaults, library))
+        self._watch(name, holder, defaults, library)
         self.found.objects.append((name, holder))
 
     def _visit_tensor(self, name: str, tensor: Tensor) -> None:
         """Look at attributes that a user has given it, such as a factor for its learning rate."""
         if vars(tensor):
-            self._plain.append(_Plain(name, vars(tensor)))
+            self._watch(name, vars(tensor))
 
     def _visit_module(self, name: str, root: nn.Module) -> None:
         self.found.modules.append((name, root))
@@ -484,7 +620,7 @@ class _Search:
                 if attribute in _PLAIN_MODULE_ATTRIBUTES or isinstance(value, SCALARS):
                     continue
                 if self._ran.has_read(module, attribute):
-                    self._aside.append((f"{prefix}.{attribute}", vars(module), attribute))
+                    self._put_aside(f"{prefix}.{attribute}", vars(module), attribute)
                 else:
                     self._unread.append((f"{prefix}.{attribute}", vars(module), attribute))
 

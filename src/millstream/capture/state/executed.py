@@ -376,7 +376,7 @@ def _is_pytorchs_affair(frame: FrameType) -> bool:
     """Whether code of some library is no part of a step: PyTorch calculates sizes or logs by it."""
     outer, is_logging = frame.f_back, False
     while outer is not None and not is_ours(outer.f_code.co_filename):
-        if is_users_own(outer.f_code.co_filename):
+        if is_users_own(outer.f_code.co_filename) and not _is_made_for_library(outer):
             return False
         is_logging |= outer.f_code.co_filename == logging.__file__
         outer = outer.f_back
@@ -386,6 +386,11 @@ def _is_pytorchs_affair(frame: FrameType) -> bool:
 
 _FOR_SIZES = ("sympy", "mpmath")
 """Packages by which PyTorch calculates with sizes that have no value yet."""
+
+
+def is_of_library_in_step(frame: FrameType) -> bool:
+    """Whether a frame runs code of a library that the step has called, if by code of PyTorch's such as a module's."""
+    return not is_users_own(frame.f_code.co_filename) and not _is_pytorchs_affair(frame)
 
 
 def others_may_write() -> bool:

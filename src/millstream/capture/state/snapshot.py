@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.values import holds_token
@@ -64,6 +66,8 @@ class Snapshot:
 
     def __init__(self, found: Found, ran: Ran) -> None:
         self._ran = ran
+        self._found: Found | None = None  # what was noted last
+        self._noted: dict[str, int] = {}  # how much of it, by kind
         self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
         self._links: dict[Location, Any] = {}
         self._of_modules: set[int] = set()  # by id, holders into which PyTorch's code puts what the user's gives it
@@ -72,33 +76,46 @@ class Snapshot:
         self.add(found)
 
     def add(self, found: Found) -> None:
-        """Note what else a step reaches, as it is now."""
-        optimizers = {id(vars(optimizer)) for _, optimizer in found.optimizers}  # whose attributes are kept below
-        for location in found.links:
+        """Note what else a step reaches, as it is now; of what a search has found before only what came since."""
+        if found is not self._found:
+            self._found, self._noted = found, {}
+        # Attributes of optimizers are kept below.
+        optimizers = {id(vars(optimizer)) for _, optimizer in found.optimizers}
+        for location in self._new("links"):
             if id(location.holder) not in optimizers:
                 self._links.setdefault(location, location.get())
-        for name, root in found.modules:
+        for name, root in self._new("modules"):
             for prefix, module in root.named_modules(prefix=name):
                 parts = (module._parameters, module._buffers, module._modules)
                 self._of_modules |= {*map(id, parts)}
                 for holder in (vars(module), *parts):
                     self._keep(Kind.MODULE, prefix, holder)
-        for name, optimizer in found.optimizers:
-            self._keep(Kind.OPTIMIZER, name, vars(optimizer))
-            self._keep(Kind.GROUP, f"{name}.param_groups", optimizer.param_groups)
-            for number, group in enumerate(optimizer.param_groups):
-                self._keep(Kind.GROUP, f"{name}.param_groups[{number}]", group)
-                self._keep(Kind.GROUP, f"{name}.param_groups[{number}]", group["params"])
-            for entry in (optimizer.state, *optimizer.state.values()):
-                self._keep(Kind.STATE, f"{name}.state", entry)
-        for name, scaler in found.scalers:
+        for name, optimizer in self._new("optimizers"):
+            self._keep_optimizer(name, optimizer)
+        for name, scaler in self._new("scalers"):
             for part in (vars(scaler), scaler._per_optimizer_states, *scaler._per_optimizer_states.values()):
                 self._keep(Kind.SCALER, name, part)
-        self._containers |= {id(group) for _, optimizer in found.optimizers for group in optimizer.param_groups}
-        self._containers |= {id(container) for _, container in (*found.containers, *found.long)}
-        self._whole |= {id(container) for _, container in found.long}
-        for name, container in (*found.objects, *found.containers, *found.long):
+        objects, containers, long = map(self._new, ("objects", "containers", "long"))
+        self._containers |= {id(container) for _, container in (*containers, *long)}
+        self._whole |= {id(container) for _, container in long}
+        for name, container in (*objects, *containers, *long):
             self._keep(Kind.PLAIN, name, container)
+
+    def _new(self, kind: str) -> list[Any]:
+        """What was found of a kind since the last time."""
+        found = getattr(self._found, kind)
+        start, self._noted[kind] = self._noted.get(kind, 0), len(found)
+        return [*islice(found, start, None)]
+
+    def _keep_optimizer(self, name: str, optimizer: Optimizer) -> None:
+        self._containers |= set(map(id, optimizer.param_groups))
+        self._keep(Kind.OPTIMIZER, name, vars(optimizer))
+        self._keep(Kind.GROUP, f"{name}.param_groups", optimizer.param_groups)
+        for number, group in enumerate(optimizer.param_groups):
+            self._keep(Kind.GROUP, f"{name}.param_groups[{number}]", group)
+            self._keep(Kind.GROUP, f"{name}.param_groups[{number}]", group["params"])
+        for entry in (optimizer.state, *optimizer.state.values()):
+            self._keep(Kind.STATE, f"{name}.state", entry)
 
     def _keep(self, kind: Kind, name: str, holder: Any) -> None:
         is_huge = is_bytes(holder) and not is_comparable(holder)

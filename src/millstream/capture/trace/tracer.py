@@ -70,10 +70,11 @@ from millstream.capture.record.recorder import Recorder
 from millstream.capture.record.shadow import Difference, make_recorder, recorded, until_operators
 from millstream.capture.state.code import attributes_of, compares_types
 from millstream.capture.state.contents import without_cache
-from millstream.capture.state.discover import discover
+from millstream.capture.state.discover import Found, Search, discover
 from millstream.capture.state.executed import (
     CodeWatch,
     Ran,
+    is_of_library_in_step,
     name_of,
     others_may_write,
     record_module_reads,
@@ -215,6 +216,7 @@ class _Tracer:
     sizes: TracedSizes | None = None
     kind: type[FakeTensor] = FakeTensor
     unlifted: dict[int, tuple[str, Tensor]] = field(init=False)
+    search: Search | None = None  # for what the step reaches by code that was not seen before
     record: Recorder | None = None  # of what is read and written, in shadow mode
     differences: list[Difference] = field(default_factory=list)  # likewise, to what was found changed
     new_inputs: NewInputs = field(init=False)
@@ -424,9 +426,9 @@ class _Tracer:
         if not functions and frame.f_code not in known.codes:
             functions = [stand_in(frame)]
         late = [(function.__qualname__, function) for function in functions if id(function) not in known.owners]
-        if late and is_asked_by_user(frame):
-            found = discover([*request.roots, *late])
-            if any(len(getattr(found, kind)) != len(getattr(known, kind)) for kind in _LIFTED):
+        if late and (is_asked_by_user(frame) or is_of_library_in_step(frame)):
+            found, is_more = self._find_more(late)
+            if is_more:
                 name, function = late[0]
                 self._report(FoundLate(name, function, here()))
             request.roots += late
@@ -463,7 +465,17 @@ class _Tracer:
         ]
         self.computed |= {id(value): value for _, value in held}
         if held:
-            self.snapshot.add(discover([*self.request.roots, *held]))
+            self.snapshot.add(self._find_more(held)[0])
+
+    def _find_more(self, late: list[tuple[str, Any]]) -> tuple[Found, bool]:
+        """What the step reaches by these, too; and whether tracing must begin again for that."""
+        if self.search is None:
+            self.search = Search()
+            self.search.extend(self.request.roots)
+        found = self.search.found
+        before = [len(getattr(found, kind)) for kind in _LIFTED]
+        self.search.extend(late)
+        return found, before != [len(getattr(found, kind)) for kind in _LIFTED]
 
     def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
         where = _line_of(frame)
