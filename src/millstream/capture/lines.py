@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
 import linecache
 import re
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import distributions
 from itertools import chain, pairwise
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import filelock
 import torch
@@ -35,6 +40,43 @@ def find_site_folders(search_path: Sequence[str]) -> set[Path]:
     paths = sysconfig.get_paths()
     borrowed = [each for each in search_path if Path(each).name in ("site-packages", "dist-packages")]
     return {Path(each).resolve() for each in (paths["purelib"], paths["platlib"], *borrowed)}
+
+
+def find_packages_elsewhere(search_path: Sequence[str], at_work: Sequence[Path]) -> set[Path]:
+    """Folders and files of installed packages that lie in no such folder: in a clone, or where ``--target`` said.
+
+    Args:
+        search_path: ``sys.path``.
+        at_work: The folder in which somebody works, and the program: a project with one of them is the user's own.
+    """
+    site, found = find_site_folders(search_path), set[Path]()
+    for package in distributions(path=[*search_path]):
+        folder = Path(str(package.locate_file(""))).resolve()
+        origin = json.loads(package.read_text("direct_url.json") or "{}")
+        if origin.get("dir_info", {}).get("editable"):
+            project = Path(url2pathname(urlsplit(origin["url"]).path)).resolve()
+            found |= set() if any(each.is_relative_to(project) for each in at_work) else {project}
+        elif folder not in site and package.read_text("WHEEL") is not None:
+            found |= {folder / file.parts[0] for file in package.files or () if file.parts[0] not in ("..", "bin")}
+    return found
+
+
+@functools.cache
+def _packages_elsewhere() -> set[Path]:
+    program = getattr(sys.modules["__main__"], "__file__", None)
+    at_work = [Path.cwd().resolve(), *([] if program is None else [Path(program).resolve()])]
+    with suppress(OSError, ValueError):  # somebody has broken the metadata of a package
+        return find_packages_elsewhere(sys.path, at_work)
+    return set()
+
+
+def claim(function: Callable[..., Any]) -> None:
+    """Take the project with the code of a step for the user's own, also if it is installed and lies elsewhere."""
+    code = getattr(function, "__code__", None)
+    path = Path(getattr(code, "co_filename", "")).resolve()
+    if claimed := {each for each in _packages_elsewhere() if path.is_relative_to(each)}:
+        _packages_elsewhere().difference_update(claimed)
+        is_users_own.cache_clear()
 
 
 _CALLS_A_MODULE = torch.nn.Module._call_impl.__code__
@@ -109,14 +151,16 @@ def is_pythons(filename: str) -> bool:
 @functools.cache
 def is_users_own(filename: str) -> bool:
     """Whether code in ``filename`` is the user's, and not that of a library."""
-    return is_users(filename) and not str(Path(filename).resolve()).startswith(_SITE)
+    path = Path(filename).resolve()
+    is_installed = str(path).startswith(_SITE) or any(map(path.is_relative_to, _packages_elsewhere()))
+    return is_users(filename) and not is_installed
 
 
 def is_asked_by_user(frame: FrameType | None) -> bool:
     """Whether a frame runs code of the user's own, or of a library that such code has called, and not PyTorch."""
     while frame is not None and not is_ours(name := frame.f_code.co_filename):
         is_file = not name.startswith("<")
-        if is_users(name) and not name.startswith(_SITE) and (is_file or frame.f_globals.get("__name__") == "__main__"):
+        if is_users_own(name) and (is_file or frame.f_globals.get("__name__") == "__main__"):
             return True
         frame = frame.f_back
     return False

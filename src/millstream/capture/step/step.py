@@ -30,6 +30,7 @@ from millstream._torch.switches import present
 from millstream._torch.tensors import has_shared_memory
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
+from millstream.capture.lines import claim
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.lift import find_unlifted, lift
 from millstream.capture.state.location import Location
@@ -161,6 +162,7 @@ class Step(Generic[P, R]):
         dynamic: bool | None = None,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
+        claim(function)
         self.function = function
         self.strict = strict
         self.max_graphs = max_graphs
