@@ -40,10 +40,16 @@ def reaches_beyond(node: torch.fx.Node, source: torch.fx.Node) -> LoweringError:
 
 def input_of(node: torch.fx.Node) -> torch.fx.Node | None:
     """The input of the graph that a view is of; ``None`` where it is of something else."""
+    source = base_of(node)
+    return source if source is not None and source.op == "placeholder" else None
+
+
+def base_of(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The value whose memory a view lies in, itself where it is none; ``None`` where that is not known."""
     source: Any = node
     while source.op == "call_function" and source.args and _storage(source.args[0]) == _storage(node):
         source = source.args[0]
-    return source if source.op == "placeholder" and _storage(node) is not None else None
+    return source if _storage(node) is not None else None
 
 
 def _storage(node: Any) -> int | None:

@@ -132,6 +132,35 @@ def view_a_part():
     assert torch.equal(result, x.as_strided((3, 2), (3, 1), 6) + 1)
 
 
+def read_by_strides():
+    def read(dense, part, turned):
+        dense.add_(1)
+        part[0] = 5
+        slices, table = (dense * 2)[1:], torch.stack([dense, part]).t() * 2
+        return (
+            torch.as_strided_copy(dense, (2,), (2,), 1),
+            torch.as_strided_copy(part, (2,), (2,)),
+            torch.as_strided_copy(turned, (2, 3), (3, 1)),
+            torch.as_strided_copy(slices, (2,), (2,)),
+            torch.as_strided(slices, (3,), (1,), 0) + 1,
+            torch.as_strided_copy(table, (2, 5), (5, 1)),
+        )
+
+    def refused(strided):
+        strided.add_(1)
+        return torch.as_strided_copy(strided, (3,), (2,)), strided.as_strided((2,), (4,)) * 2
+
+    def inputs():
+        return torch.arange(5.0), torch.arange(7.0)[2:], torch.arange(6.0).view(3, 2).t()
+
+    torch.testing.assert_close(ms.compile(read, strict=True)(*inputs()), read(*inputs()))
+    step = ms.step(read, strict=True)
+    torch.testing.assert_close([step(*inputs()) for _ in range(2)], [read(*inputs())] * 2)
+    with pytest.warns(ms.FallbackWarning, match="lie densely"):
+        found = ms.compile(refused)(torch.arange(10.0)[::2])
+    torch.testing.assert_close(found, refused(torch.arange(10.0)[::2]))
+
+
 def write_into_what_shares_memory():
     index, weights = torch.tensor([0, 2]), torch.tensor([1.0, -1.0])
 
@@ -286,6 +315,7 @@ def normalize_batches_of_any_size():
 
 SHOWN_BY = {
     "pytorch#118260": call_from_threads,
+    "pytorch#133512": read_by_strides,
     "pytorch#167313": lambda: test_patterns.test_what_is_added_is_scaled("product first"),
     "pytorch#175860": scatter_without_what_was_there,
     "pytorch#176591": reorder_loops_of_several_updates,
@@ -357,6 +387,7 @@ def test_pytorch_does_without(issue, monkeypatch):
 PROGRAMS = [
     call_from_threads,
     reorder_loops_of_several_updates,
+    read_by_strides,
     scatter_without_what_was_there,
     shuffle,
     sum_what_was_pooled,

@@ -33,6 +33,7 @@ from millstream.lower.workarounds.decompositions import (
 )
 from millstream.lower.workarounds.joint_graph import (
     float_of_size,
+    pytorch_133512,
     pytorch_183988,
     pytorch_184232,
     pytorch_187580,
@@ -73,6 +74,7 @@ __all__ = [
 WORKAROUNDS: tuple[Workaround, ...] = (
     lookups.WORKAROUND,
     device_guard.WORKAROUND,
+    pytorch_133512.WORKAROUND,
     pytorch_167313.WORKAROUND,
     pytorch_175860.WORKAROUND,
     pytorch_176591.WORKAROUND,
