@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from millstream._torch.distributed import shutdown
+from millstream._torch.switches import present
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel import agreement, communicators
 from millstream.data_parallel.agreement import NO, Agreement, collectives_wanted
@@ -159,6 +160,24 @@ def test_failure_in_one_process_is_told_to_all(pair):
         return together(agreement, lambda: rank)
 
     assert in_both_processes(pair, act) == [0, 1]
+
+
+def test_a_switch_that_another_thread_sets_meanwhile_is_a_failure(pair):
+    switches, before = present(), torch.backends.cudnn.benchmark
+
+    def set_one():
+        torch.backends.cudnn.benchmark = not before
+
+    def act(agreement, rank):
+        assert together(agreement, lambda: rank, switches) == rank
+        agreement.board.gather(0, "see the same")
+        with pytest.raises(NotTogetherError, match=r"could not capture .*switches meanwhile"):
+            together(agreement, set_one, switches)
+
+    try:
+        in_both_processes(pair, act)
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def test_candidate_plans_can_be_made_again_from_their_recipes():

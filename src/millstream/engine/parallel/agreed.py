@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from millstream._torch.switches import present
 from millstream.data_parallel.agreement import MARK_SHIFT, Agreement, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
 from millstream.data_parallel.communicators import communicators_of
@@ -93,7 +94,7 @@ class AgreedEngine:
         self.segmented = SegmentedEngine(segments, executables)
         self.notes: list[str] = []
         self.whole: WholeGraph | WholeOnHost | None = None
-        self._executables, self._num_given = list(executables), num_given
+        self._executables, self._num_given, self._switches = list(executables), num_given, present()
         self._scheduling, self._copies = with_environment(scheduling), copy_outputs
         if scheduling.memory == Scheduling.memory:
             self._scheduling = replace(self._scheduling, memory=MEMORY)
@@ -259,7 +260,7 @@ class AgreedEngine:
         costs = costs_of(self._lowered, self.segmented.segments, self._executables)
         copied = self._lowered.visible if self._copies else frozenset[int]()
         try:
-            whole = capture_together(agreement, self._lowered, costs, inputs, self._scheduling, copied)
+            whole = capture_together(agreement, self._lowered, costs, inputs, self._scheduling, copied, self._switches)
             with agreement.silent(), contextlib.ExitStack() as stack:
                 rewind = together(agreement, lambda: stack.enter_context(self._unchanged(inputs)))
 

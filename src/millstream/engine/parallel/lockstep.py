@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from millstream._torch.switches import Settings, present
 from millstream.cost import Costs, KernelCost
 from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.board import NotTogetherError
@@ -38,14 +39,21 @@ SHARE_OF_BLOCKS = 0.2  # of the multiprocessors of an H100: NCCL takes up to 24 
 T = TypeVar("T")
 
 
-def together(agreement: Agreement, act: Callable[[], T]) -> T:
+def together(agreement: Agreement, act: Callable[[], T], switches: Settings | None = None) -> T:
     """Do what exchanges nothing and may fail for want of memory or because it cannot be captured, in all processes.
+
+    Args:
+        agreement: Of the processes.
+        act: What to do.
+        switches: PyTorch's, if it counts that they are these afterwards: another thread may set one meanwhile.
 
     Raises:
         NotTogetherError: It has failed in one.
     """
     try:
         result = act()
+        if switches is not None and present() is not switches:
+            raise RuntimeError("another thread has set one of PyTorch's switches meanwhile")
     except (RuntimeError, torch.AcceleratorError) as error:  # want of memory, what cannot be captured
         agreement.board.fail()
         raise NotTogetherError(f"rank {agreement.board.rank} could not {WHAT}: {error}".partition("\n")[0]) from None

@@ -13,6 +13,7 @@ import torch
 
 from millstream._torch.devices.streams import current_stream_handle
 from millstream._torch.distributed.shutdown import release_before_shutdown
+from millstream._torch.switches import Settings
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel.agreement import Agreement
@@ -194,13 +195,14 @@ def capture_together(
     inputs: Sequence[Any],
     scheduling: Scheduling,
     copied: frozenset[int],
+    switches: Settings,
 ) -> WholeGraph:
     """Choose a plan in all processes, and capture it; memory holds what it held before, also where plans were tried.
 
     The first process says which candidates there are, all plan, capture and time them, and the slowest counts.
 
     Raises:
-        NotTogetherError: Some process could not capture it.
+        NotTogetherError: Some process could not capture it, or not under ``switches``, for which it was lowered.
         DataParallelError: Some process is gone.
     """
     program, group = lowered.program, group_of(lowered)
@@ -217,6 +219,7 @@ def capture_together(
                 lambda: WholeGraph(
                     lowered, best.plan, inputs, copied, costs, candidates, watchdog_of(agreement), settled
                 ),
+                switches,
             )
     except NotTogetherError:
         with place.graphs.lock:
