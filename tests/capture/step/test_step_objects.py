@@ -144,6 +144,22 @@ def test_is_one_graph_whose_guard_has_plain_attributes(kind):
     assert len(step.graphs) == 3
 
 
+def test_sets_of_names_are_compared_by_what_they_hold():
+    def function(batch):
+        return batch.x * (2 if "x" in batch.fields else 3) + len(batch.more)
+
+    def make(fields):
+        batch = Own(torch.randn(3), None)
+        batch.fields, batch.more = {*fields}, frozenset(fields)
+        return batch
+
+    step = Step(function, build=interpret, strict=True)
+    for fields in ("xy", "xy", "xy", "y", "y", "xy"):
+        batch = make(fields)
+        assert_same(step(batch), function(batch))
+    assert len(step.graphs) == 3  # that of the very first object, and one for each set
+
+
 def test_methods_of_the_class_are_guarded():
     class Batch:
         def __init__(self, x):

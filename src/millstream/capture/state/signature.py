@@ -100,8 +100,8 @@ class Container:
 
     @property
     def is_object(self) -> bool:
-        """Whether it is of an opened class: neither a tuple, list or dict nor a dataclass."""
-        return not issubclass(self.type, tuple | list | dict) and not is_dataclass(self.type)
+        """Whether it is of an opened class: neither a tuple, list, dict or set nor a dataclass."""
+        return not issubclass(self.type, tuple | list | dict | set | frozenset) and not is_dataclass(self.type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +262,8 @@ class _Flattening:
             structure = self._flatten_container(kind, value)
             self.around.pop()
             return structure
+        if kind in (set, frozenset) and self.around and all(isinstance(each, SCALARS) for each in value):
+            return Container(kind, (), tuple(Value(type(each), each) for each in value))  # names of fields, as a rule
         if kind is weakref.ref and id(target := value()) in self.around:
             return Around(self.around.index(id(target)))
         return Reference(value)
@@ -364,7 +366,7 @@ def tree_unflatten(structure: Structure, leaves: Sequence[Any], around: Sequence
         _set_attributes(made, zip(attributes or (), parts, strict=True))
         return made
     parts = [tree_unflatten(child, leaves, around) for child in structure.children]
-    if kind is tuple or kind is list:
+    if kind in (tuple, list, set, frozenset):
         return kind(parts)
     if kind is dict:
         return dict(zip(structure.keys, parts, strict=True))
@@ -445,7 +447,7 @@ def kinds_of(structure: Structure) -> set[type]:
     """The classes of the containers in ``structure``, but for Python's most plain ones."""
     if not isinstance(structure, Container):
         return set()
-    return {structure.type}.union(*map(kinds_of, structure.children)) - {tuple, list, dict}
+    return {structure.type}.union(*map(kinds_of, structure.children)) - {tuple, list, dict, set, frozenset}
 
 
 def walk_arguments(structure: Structure, parameters: Sequence[str]) -> Iterator[tuple[str, Structure]]:
