@@ -196,7 +196,7 @@ def tracing_alone() -> Iterator[None]:
         yield
 
 
-@dataclass
+@dataclass(repr=False)  # which would show all that the trace holds, and is asked after that is gone
 class _Tracer:
     request: Request
     mode: FakeTensorMode = field(default_factory=FakeTensorMode)
