@@ -21,6 +21,10 @@ def test_packages_of_this_environment_are_libraries_wherever_the_path_has_them()
     assert own in find_site_folders(sys.path)
 
 
+def recorded(folder, file):
+    return f"{folder}/{file},,\n"
+
+
 def write_package(folder, name, **files):
     metadata = folder / f"{name}-1.0.dist-info"
     metadata.mkdir(parents=True)
@@ -33,8 +37,9 @@ def test_packages_in_clones_and_target_folders_are_libraries_and_what_one_works_
     for name in ("clone", "mine"):
         origin = {"url": (tmp_path / name).as_uri(), "dir_info": {"editable": True}}
         write_package(environment, name, direct_url_json=json.dumps(origin))
-    write_package(environment, "usual", RECORD="usual/__init__.py,,\n")
-    write_package(target, "there", RECORD="there/__init__.py,,\nthere/deep/code.py,,\n_there.py,,\n../bin/there,,\n")
+    write_package(environment, "usual", RECORD=recorded("usual", "__init__.py"))
+    files = recorded("there", "__init__.py"), recorded("there/deep", "code.py"), "_there.py,,\n../bin/there,,\n"
+    write_package(target, "there", RECORD="".join(files))
     search_path, at_work = [str(tmp_path), str(environment), str(target)], [tmp_path / "mine" / "scripts"]
     found = find_packages_elsewhere(search_path, at_work)
     metadata = {each for each in found if each.suffix == ".dist-info"}
