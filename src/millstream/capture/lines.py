@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import json
 import linecache
@@ -154,6 +155,31 @@ def is_users_own(filename: str) -> bool:
     path = Path(filename).resolve()
     is_installed = str(path).startswith(_SITE) or any(map(path.is_relative_to, _packages_elsewhere()))
     return is_users(filename) and not is_installed
+
+
+def may_be_caught() -> bool:
+    """Whether an error in what the traced step does now would come to code of the step that catches it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_part_of_project(frame.f_code.co_filename):
+        frame = frame.f_back
+    while frame is not None and not is_part_of_project(frame.f_code.co_filename):
+        if any(start <= frame.f_lasti < end for start, end in _caught_in(frame.f_code)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _caught_in(code: CodeType) -> list[tuple[int, int]]:
+    """Where code is within ``try``, from one offset to another."""
+    bytecode = dis.Bytecode(code)
+    entries = bytecode.exception_entries  # type: ignore[attr-defined]  # pyrefly: ignore[missing-attribute]
+    if not entries:
+        return []
+    items = [item for item in bytecode if item.opname != "CACHE"]
+    names = {item.offset: [each.opname for each in items[place : place + 2]] for place, item in enumerate(items)}
+    caught = [entry for entry in entries if names.get(entry.target, [""])[0] == "PUSH_EXC_INFO"]
+    return [(entry.start, entry.end) for entry in caught if "WITH_EXCEPT_START" not in names[entry.target]]
 
 
 def is_asked_by_user(frame: FrameType | None) -> bool:

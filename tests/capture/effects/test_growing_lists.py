@@ -1,11 +1,15 @@
 """Lists to which a step appends numbers that are known after its graph: as in eager Python, in one graph."""
 
+import functools
+import operator
 import types
+import warnings
 from collections import defaultdict
 
 import pytest
 import torch
 
+import millstream as ms
 from millstream.capture.step.step import Step
 from tests.capture.worlds import interpret
 
@@ -161,6 +165,95 @@ def test_a_list_that_is_looked_into_is_as_in_eager(use, where):
             result = step(torch.full((2,), float(number)))
             results[-1].append([*result] if isinstance(result, list) else result.tolist())
         results[-1].append([*losses])
+    assert results[1] == results[0]
+
+
+named = []
+namespace = types.SimpleNamespace(losses=named)
+ask_by_name = getattr
+in_a_tuple = (named,)
+by_a_getter = operator.attrgetter("losses")
+by_a_part = functools.partial(len, named)
+
+
+def with_a_default(value, into=named):
+    into.append(value)
+    return len(into)
+
+
+HIDDEN = {
+    "getattr": lambda x: x * len(getattr(namespace, "losses")),  # noqa: B009
+    "another name of getattr": lambda x: x * len(ask_by_name(namespace, "losses")),
+    "globals": lambda x: x * len(globals()["named"]),
+    "a tuple": lambda x: x * len(in_a_tuple[0]),
+    "attrgetter": lambda x: x * len(by_a_getter(namespace)),
+    "partial": lambda x: x * by_a_part(),
+    "default": lambda x: x * with_a_default(1.0),
+    "text": lambda x: (x, f"{namespace.losses}"),
+    "text of another": lambda x: (x, repr(namespace)),
+    "what is appended": lambda x: namespace.losses.append(x.sum().item() * by_a_part()),
+    "what is printed": lambda x: print(by_a_part()),  # noqa: T201
+}
+
+
+@pytest.mark.parametrize("use", HIDDEN.values(), ids=HIDDEN)
+@pytest.mark.filterwarnings("ignore::millstream.FallbackWarning")
+def test_a_list_that_is_looked_into_out_of_sight_is_as_in_eager(use, capsys):
+    def function(x):
+        namespace.losses.append(1.0)
+        return use(x)
+
+    results = []
+    for step in (function, Step(function, build=interpret)):
+        named.clear()
+        results.append([str(step(torch.full((2,), 1.0 + number))) for number in range(4)])
+        results[-1] += [str(named), capsys.readouterr().out]
+    assert results[1] == results[0]
+
+
+def test_what_is_printed_and_appended_comes_in_order():
+    kept = [], []
+
+    def step_for(kept):
+        def step(x):
+            kept.append(x.sum().item())
+            ms.callback(lambda: kept.append(len(kept)))
+            kept.append(x.mean().item())
+            return x
+
+        return step
+
+    step = Step(step_for(kept[1]), build=interpret, strict=True)
+    for function in (step_for(kept[0]), step):
+        for number in range(4):
+            function(torch.full((2,), float(number)))
+    assert kept[1] == kept[0]
+    assert len(step.graphs) == 1
+
+
+def test_lists_that_become_one_and_records_in_two():
+    results = []
+    for is_captured in (False, True):
+        trainer = types.SimpleNamespace(sums=[], means=[], records=[], others=[])
+
+        def function(x, trainer=trainer):
+            trainer.sums.append(x.sum().item())
+            trainer.means.append(x.mean().item())
+
+        def record(x, trainer=trainer):
+            record = {"loss": x.sum().item()}
+            trainer.records.append(record)
+            trainer.others.append(record)
+
+        steps = [Step(each, build=interpret) if is_captured else each for each in (function, record)]
+        for number in range(6):
+            if number == 3:
+                trainer.means = trainer.sums
+            with warnings.catch_warnings(action="ignore"):
+                for step in steps:
+                    step(torch.full((2,), float(number)))
+        trainer.records[-1]["loss"] = "the user's"
+        results.append(vars(trainer))
     assert results[1] == results[0]
 
 

@@ -194,7 +194,7 @@ CONVERT = {
     "float": lambda x: x * float(x.sum().item()),
     "float of a tensor": lambda x: float(x.sum()),
     "float of a whole number": lambda x: float((x > 1).sum()),
-    "int": lambda x: (int(x.sum().item() / 2), int(-x.sum()), int((x > 1).sum()), int((x > 1).any())),
+    "int": lambda x: (int(x.sum().item() / 2), int(-x.sum()), int((x > 1).sum()), f"{int((x > 1).any())}"),
     "rounded": lambda x: (math.floor(x.mean().item()), math.ceil(x.mean().item()), round(float(x.sum()), 1)),
     "formatted": lambda x: "%5.2f|%s|%-6d|%%|%r|%e" % (x.sum(), x.sum(), x.sum().item(), x.mean().item(), x.sum()),
     "formatted by name": lambda x: "%(loss).3f after %(n)d" % {"loss": x.sum().item(), "n": len(x)},
@@ -212,6 +212,43 @@ def test_what_is_read_from_tensors_is_known_after_the_graph(use):
         torch.testing.assert_close(result, expected) if isinstance(result, torch.Tensor) else None
         assert isinstance(result, torch.Tensor) or result == expected
     assert len(step.graphs) == 1
+
+
+def to_infinity(x):
+    try:
+        return math.exp(x.sum().item())
+    except OverflowError:
+        return math.inf
+
+
+def divided(x):
+    try:
+        return 1 / x.sum().item()
+    except ZeroDivisionError:
+        return "by zero"
+
+
+def to_whole(x):
+    try:
+        return int(x.sum() / 0)
+    except (OverflowError, ValueError):
+        return None
+
+
+def to_text(x):
+    try:
+        return "%d" % (x.sum() / 0)
+    except (OverflowError, ValueError):
+        return "none"
+
+
+@pytest.mark.parametrize("use", [to_infinity, divided, to_whole, to_text])
+@pytest.mark.filterwarnings("ignore::millstream.FallbackWarning")
+def test_an_error_comes_to_the_code_that_catches_it(use):
+    step = Step(use, build=interpret)
+    for value in (1.0, 0.0, 900.0, 2.0):
+        x = torch.full((2,), value)
+        assert step(x) == use(x)
 
 
 @pytest.mark.parametrize("use", [lambda x: "%d %d" % x.sum().item(), lambda x: "none" % x.sum().item()])

@@ -113,6 +113,7 @@ class Effects:
     counts: list[Count] = field(default_factory=list)  # those writes of the program
     # the same for two traces that differ in the style of text alone; ``None`` where there is no text
     outline: Any = None
+    said: Any = None  # the same, whether there is text or not
 
     @property
     def notes(self) -> list[str]:
@@ -138,6 +139,14 @@ class Effects:
     def grown(self) -> set[Location]:
         """Where lists are to which something is appended, whichever these are."""
         return {call.function.location for call in self.calls if isinstance(call.function, Extend)}
+
+    @property
+    def lists(self) -> list[list[Any]]:
+        """Those to which something is appended."""
+        functions = [call.function for call in self.calls if call.is_state]
+        bound = [getattr(function, "__self__", None) for function in functions]
+        bound += [function.location.get() for function in functions if isinstance(function, Extend)]
+        return [*{id(each): each for each in bound if type(each) is list}.values()]
 
     @property
     def calls(self) -> list[Call]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from millstream.capture.effects.expressions import Expression
+from millstream.capture.effects.expressions import Expression, text_of
 from millstream.capture.effects.program import Call, Effect, Effects, Output, all_needs
 from millstream.capture.effects.values import Item, Leaf, Returned, TextChanged, Whole, holds_token
 from millstream.capture.lines import here
@@ -171,13 +172,25 @@ class Recorder:
         return leaf, frozenset((leaf,))
 
     def _outline(self, value: Any) -> Any:
-        return self.questions.texts.outline(value) if isinstance(value, str) else type(value)
+        if isinstance(value, str):
+            return self.questions.texts.outline(value)
+        return (type(value), text_of(value.of, _Numbered())) if is_scalar(value) else type(value)
 
     def _keep(self, tensor: Tensor) -> Leaf:
         leaf = Whole()
         with torch.no_grad():
             self.kept[leaf], self.lines[leaf] = tensor.detach().clone(), here()
         return leaf
+
+
+class _Numbered(Sequence[str]):
+    """Names for any number of numbers."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: Any) -> Any:
+        return f"n{index}"
 
 
 FEWEST_LEFT = 2**48

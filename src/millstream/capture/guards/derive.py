@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import partial
 from types import CellType
 from typing import Any
 
@@ -103,7 +104,7 @@ def _add_readings(
             continue
         stored.discard(location)
         if location in grown:
-            guards.expect_form(location, type)
+            guards.expect_form(location, partial(_list_apart, [each for each in grown if each != location]))
             continue
         # A tensor that the graph does not read may be another, see _add_forms.
         if not isinstance(value, Tensor) or id(value) in used:
@@ -113,6 +114,11 @@ def _add_readings(
         is_made = write.output.kind != "object" or isinstance(write.output.value, SCALARS)
         if write.location in stored and is_made and is_new:
             guards.expect(write.location, MISSING)
+
+
+def _list_apart(others: Sequence[Location], value: Any) -> Any:
+    """What is to be so of a list that may be another in each call, beside others that may be."""
+    return type(value), [each.get() is value for each in others]
 
 
 def _add_objects(guards: Guards, request: Request, traced: Traced) -> None:

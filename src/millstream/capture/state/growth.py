@@ -1,13 +1,14 @@
 """Lists that a step lets grow and does nothing else with, as ``losses.append(loss.item())`` does.
 
 What such a list holds is none of a graph's concern: it is not compared before a replay, and what is appended is
-appended again in each call. Whether code looks into it is read from the code, by the names that the list has there.
+appended again in each call. Whether code looks into it is read from the code, by the names that the list has there;
+what that does not show, a second trace does, with other things in the list.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from types import CellType, CodeType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from millstream.capture.lines import is_part_of_project
 from millstream.capture.state.code import instructions_of, is_method_load
 from millstream.capture.state.executed import Ran, name_of
-from millstream.capture.state.location import Attributes
+from millstream.capture.state.location import Attributes, Location
 from millstream.capture.state.snapshot import Snapshot
 
 _GROWING = ("append", "extend")
@@ -58,7 +59,7 @@ def _lets_grow(item: Any) -> bool:
     return item is not None and is_method_load(item) and item.argval in _GROWING
 
 
-def is_only_grown(held: list[Any], snapshot: Snapshot, ran: Ran, computed: Iterable[int]) -> bool:
+def is_only_grown(held: list[Any], snapshot: Snapshot, ran: Ran, computed: Container[int]) -> bool:
     """Whether nothing that has run has looked into a list.
 
     Args:
@@ -67,32 +68,51 @@ def is_only_grown(held: list[Any], snapshot: Snapshot, ran: Ran, computed: Itera
         ran: What has run.
         computed: By id, objects whose attributes may have been read by names that do not stand in code.
     """
-    names: set[str] = set()
-    whole: set[str] = set()
-    items: set[tuple[str, Any]] = set()
-    for place in (places := snapshot.places_of(held)):
-        if not isinstance(place.holder, CellType | dict | Attributes) or not isinstance(name_of(place), str):
-            return False
-        if not snapshot.is_item(place):
-            if id(place.holder) in computed or id(getattr(place.holder, "_owner", None)) in computed:
-                return False
-            names.add(name_of(place))
-            continue
-        for outer in (outers := snapshot.places_of(place.holder)):
-            if snapshot.is_item(outer) or not isinstance(name_of(outer), str) or id(outer.holder) in computed:
-                return False
-            whole.add(name_of(outer))
-            items.add((name_of(outer), place.key))
-        if not outers:
-            return False
-    if not places or ran.codes is None:
+    sought = _Sought.of(held, snapshot, computed)
+    if sought is None or ran.codes is None:
         return False
-    for code in ran.codes:
-        if is_part_of_project(code.co_filename) or (names | whole).isdisjoint(
-            (*code.co_names, *code.co_freevars, *code.co_cellvars)
-        ):
+    for code in {*ran.codes}:  # what this calls is added
+        if is_part_of_project(code.co_filename):
             continue
-        uses = uses_of(code)
-        if not (names.isdisjoint(uses.read) and whole.isdisjoint(uses.whole) and items.isdisjoint(uses.items)):
+        named = (*code.co_names, *code.co_freevars, *code.co_cellvars)
+        if not (sought.names | sought.whole).isdisjoint(named) and sought.is_in(uses_of(code)):
             return False
     return True
+
+
+@dataclass
+class _Sought:
+    """By what names code finds a list, or a dict that has it."""
+
+    names: set[str] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)  # of dicts
+    items: set[tuple[str, Any]] = field(default_factory=set)  # and with the list's key in them
+
+    @classmethod
+    def of(cls, held: list[Any], snapshot: Snapshot, computed: Container[int]) -> _Sought | None:
+        """``None`` where it may be found otherwise."""
+        found = cls()
+        for place in (places := snapshot.places_of(held)):
+            if not isinstance(place.holder, CellType | dict | Attributes) or not isinstance(name_of(place), str):
+                return None
+            outers = snapshot.places_of(place.holder) if snapshot.is_item(place) else [place]
+            if not outers or not all(_is_named(outer, snapshot, computed) for outer in outers):
+                return None
+            for outer in outers:
+                if outer is place:
+                    found.names.add(name_of(place))
+                else:
+                    found.whole.add(name_of(outer))
+                    found.items.add((name_of(outer), place.key))
+        return found if places else None
+
+    def is_in(self, uses: Uses) -> bool:
+        """Whether some code looks into it."""
+        apart = self.names.isdisjoint(uses.read), self.whole.isdisjoint(uses.whole), self.items.isdisjoint(uses.items)
+        return not all(apart)
+
+
+def _is_named(place: Location, snapshot: Snapshot, computed: Container[int]) -> bool:
+    """Whether code finds what stands there by no other name than that of the variable or attribute."""
+    is_computed = id(place.holder) in computed or id(getattr(place.holder, "_owner", None)) in computed
+    return isinstance(name_of(place), str) and not snapshot.is_item(place) and not is_computed

@@ -65,6 +65,7 @@ from millstream.capture.step.request import (
 )
 from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols
 from millstream.capture.step.split import lines_for_a_region
+from millstream.capture.trace.changes import CALLBACK_REMEDY
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
 from millstream.capture.trace.scalars import is_number
 from millstream.capture.trace.tracer import trace_step, tracing_alone
@@ -735,12 +736,52 @@ def _trace_twice(request: Request) -> Traced:
         CaptureError: They differ: the step looks at the characters.
     """
     traced = trace_step(request)
+    _check_growth(request, traced)
     if traced.effects.outline is not None:
         again = trace_step(replace(request, style=1))
         if again.effects.outline != traced.effects.outline:
             raise text_changed(next((call.where for call in traced.effects.calls), ""))
         traced.effects.outline = None
     return traced
+
+
+def _check_growth(request: Request, traced: Traced) -> None:
+    """Trace again with other things in the lists that the step lets grow, and compare.
+
+    Code alone does not show all that may look into a list. Other threads see what is put there meanwhile, as they see
+    what a trace appends: so it is much like what was there.
+
+    Raises:
+        CaptureError: They differ: the step looks into one.
+    """
+    lists = traced.effects.lists
+    if not lists:
+        return
+    kept = [[*each] for each in lists]
+    others = [[*map(_another, each), *[0.5] * (len(each) % 7 + 13)] for each in kept]
+    try:
+        for each, other in zip(lists, others, strict=True):
+            each[:] = other
+        again = trace_step(replace(request))
+        compare(listing_of(request, traced), listing_of(request, again), "the step")
+        is_same = again.effects.said == traced.effects.said
+    except Exception:  # noqa: BLE001  whatever it makes of that
+        is_same = False
+    finally:
+        for each, other, content in zip(lists, others, kept, strict=True):
+            each[: len(other)] = content  # other threads may have appended to it
+    if not is_same:
+        where = next(call.where for call in traced.effects.calls if call.is_state)
+        raise CaptureError(
+            "The step looks into a list to which it appends, which a graph would not do again.",
+            where=where,
+            remedy=CALLBACK_REMEDY,
+        )
+
+
+def _another(value: Any) -> Any:
+    """A number of the same type, and anything else as it is."""
+    return value + 1 if type(value) in (int, float) else value
 
 
 def _learn_arguments(graph: StepGraph, call: Call) -> None:

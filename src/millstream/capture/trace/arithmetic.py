@@ -25,6 +25,7 @@ from torch import Tensor
 
 from millstream.capture.effects.expressions import Always, Apply, Expression
 from millstream.capture.effects.values import Leaf
+from millstream.capture.lines import may_be_caught
 from millstream.capture.trace.scalars import (
     INT64,
     USUAL,
@@ -186,6 +187,8 @@ def _unknown(
     unknown = next(each for each in scalars if not each.is_known)
     if form is None and (form := _form_of(function, operands)) is None:
         unknown.refuse("The step makes a plain number of")
+    if function not in _NEVER_FAIL and may_be_caught():
+        unknown.refuse("The step computes what may fail, where that is caught, from")
     to_tensor = form.to_tensor
     plain = [each for each in operands if not is_scalar(each)]
 
@@ -219,6 +222,9 @@ def _form_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> Form | 
     to_tensor = _OF_FLOATS.get(function)
     return None if to_tensor is None else of_floats(to_tensor)
 
+
+_NEVER_FAIL = (operator.add, operator.sub, operator.mul, operator.neg, abs)
+"""What gives a number for any others: an error would come after the graph, and not where the program catches it."""
 
 _TO_WHOLE: dict[Any, Callable[[Tensor], Tensor]] = {
     int: torch.trunc,

@@ -48,6 +48,7 @@ class Changes:
         taken: Where a number was another thread's when the step counted on it.
         written: The latest write to each place, as far as it is among the effects.
         unread: Where other threads have written before, and the step has read nothing; see ``note_unread``.
+        appended: By id, containers that were appended, and to which list.
         grown: By id, how long lists are that the step only lets grow, as far as that is among the effects.
     """
 
@@ -61,6 +62,7 @@ class Changes:
     written: dict[Location, Change] = field(default_factory=dict)
     unread: set[Location] = field(default_factory=set)
     grown: dict[int, int] = field(default_factory=dict)
+    appended: dict[int, int] = field(default_factory=dict)
 
     def note_unread(self, met: set[str]) -> None:
         """Note that the step has read by name only what stands in ``met``, of what other threads have written before.
@@ -168,7 +170,12 @@ class Changes:
         if type(after) is not list or after is not change.location.holder or len(before) >= len(after):
             return False
         is_same_so_far = all(map(is_same, after, before))
-        if not is_same_so_far or not all(map(_can_be_made_again, after[len(before) :])):
+        new = after[len(before) :]
+        parts = [id(each) for each in new if isinstance(each, dict | list)]  # in two lists, or twice, it is one object
+        is_another_time = any(self.appended.setdefault(part, id(after)) != id(after) for part in parts)
+        if not is_same_so_far or is_another_time or len({*parts}) < len(parts):
+            return False
+        if not all(map(_can_be_made_again, new)):
             return False
         return is_only_grown(after, self.snapshot, self.ran, {*self._computed(), *self.ran.computed})
 

@@ -735,10 +735,11 @@ class _Tracer:
                     f"{entry.name} is passed as an argument, too.", remedy="Pass a clone, or use it by its name only."
                 )
         drop_idle_nodes(gm)
+        leaving.effects.said = self.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
         if self.questions.texts.made:
             if (where := self.questions.texts.unshown()) is not None:
                 raise text_changed(where)
-            leaving.effects.outline = self.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
+            leaving.effects.outline = leaving.effects.said
         subtract_powers_exactly(gm)
         move_constants(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")

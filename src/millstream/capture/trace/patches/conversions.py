@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from millstream.capture.lines import may_be_caught
 from millstream.capture.trace.arithmetic import compute
 from millstream.capture.trace.scalars import GraphScalar, HostScalar, is_number, is_scalar
 from millstream.device.native import as_builtin, load
@@ -70,9 +71,9 @@ class Conversions:
             return owner(plain) if isinstance(owner, type) else owner[plain]
         if isinstance(number, HostScalar):
             self.num_seen += 1
-            if number.is_whole is (owner is int):
-                return number
-            return compute(int, number) if owner is int else compute(operator.mul, number, 1.0)
+            if owner is float:
+                return compute(operator.mul, number, 1.0) if number.is_whole else number
+            return compute(operator.add, number, 0) if number.is_whole else compute(int, number)  # also of a bool
         if isinstance(owner, type):
             self.num_seen += 1
             return compute(owner, number)
@@ -101,6 +102,8 @@ class Conversions:
                 value = value.item()
             form = f"%{how}{kind}"
             if is_scalar(value):
+                if isinstance(value, HostScalar) and kind in "diouxXc" and not value.is_whole and may_be_caught():
+                    value.refuse("The step makes text that may fail, where that is caught, of")
                 self.num_seen += 1
                 return value.text_by(lambda number: form % (number,))
             if kind == "s" and not how:
