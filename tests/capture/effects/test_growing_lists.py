@@ -211,6 +211,19 @@ def test_a_list_that_is_looked_into_out_of_sight_is_as_in_eager(use, capsys):
     assert results[1] == results[0]
 
 
+@pytest.mark.filterwarnings("ignore::millstream.FallbackWarning")
+def test_a_list_that_is_an_argument_too_is_as_in_eager():
+    def function(x, given):
+        named.append(1.0)
+        return x * len(given)
+
+    results = []
+    for step in (function, Step(function, build=interpret)):
+        named.clear()
+        results.append([step(torch.ones(2), named).tolist() for _ in range(4)])
+    assert results[1] == results[0]
+
+
 def test_what_is_printed_and_appended_comes_in_order():
     kept = [], []
 

@@ -630,7 +630,7 @@ class Step(Generic[P, R]):
             request.replica, request.dimensions, request.plain = self._replica, dimensions, plain
             request.disturbed, request.is_plain = disturbed, is_plain
             try:
-                return request, self._trace_converting(request)
+                return request, self._trace_converting(request, call)
             except FoundLate as late:
                 roots.append((late.name, late.value))
                 where = late.where
@@ -659,19 +659,20 @@ class Step(Generic[P, R]):
             remedy="Make tensors arguments, or make them with PyTorch functions inside of the step.",
         )
 
-    def _trace_converting(self, request: Request) -> Traced:
+    def _trace_converting(self, request: Request, call: Call) -> Traced:
         """Trace; what ``float(number)`` and its like give are numbers of the graph, where it takes that and can be."""
         try:
             traced = _trace_twice(request)
+            _check_growth(request, traced, call)
         except Converted:
             request.converts = self._state.converts = True
             request.plain.clear()  # the numbers there may be some of the graph now
-            return self._trace_converting(request)
+            return self._trace_converting(request, call)
         except CaptureError:  # as where C takes a plain number only
             if not request.converts:
                 raise
             request.converts = self._state.converts = False
-            return self._trace_converting(request)
+            return self._trace_converting(request, call)
         if request.converts:
             self._state.converts = traced.num_converted > 0
         return traced
@@ -736,7 +737,6 @@ def _trace_twice(request: Request) -> Traced:
         CaptureError: They differ: the step looks at the characters.
     """
     traced = trace_step(request)
-    _check_growth(request, traced)
     if traced.effects.outline is not None:
         again = trace_step(replace(request, style=1))
         if again.effects.outline != traced.effects.outline:
@@ -745,7 +745,7 @@ def _trace_twice(request: Request) -> Traced:
     return traced
 
 
-def _check_growth(request: Request, traced: Traced) -> None:
+def _check_growth(request: Request, traced: Traced, call: Call) -> None:
     """Trace again with other things in the lists that the step lets grow, and compare.
 
     Code alone does not show all that may look into a list. Other threads see what is put there meanwhile, as they see
@@ -757,6 +757,7 @@ def _check_growth(request: Request, traced: Traced) -> None:
     lists = traced.effects.lists
     if not lists:
         return
+    is_same = not any(_has(call.args, each) or _has(call.kwargs, each) for each in lists)  # the step gets a copy
     kept = [[*each] for each in lists]
     others = [[*map(_another, each), *[0.5] * (len(each) % 7 + 13)] for each in kept]
     try:
@@ -764,7 +765,7 @@ def _check_growth(request: Request, traced: Traced) -> None:
             each[:] = other
         again = trace_step(replace(request))
         compare(listing_of(request, traced), listing_of(request, again), "the step")
-        is_same = again.effects.said == traced.effects.said
+        is_same = is_same and again.effects.said == traced.effects.said
     except Exception:  # noqa: BLE001  whatever it makes of that
         is_same = False
     finally:
@@ -777,6 +778,13 @@ def _check_growth(request: Request, traced: Traced) -> None:
             where=where,
             remedy=CALLBACK_REMEDY,
         )
+
+
+def _has(value: Any, held: list[Any]) -> bool:
+    """Whether a list is among what containers hold."""
+    if isinstance(value, dict):
+        return any(_has(each, held) for each in value.values())
+    return value is held or (isinstance(value, list | tuple) and any(_has(each, held) for each in value))
 
 
 def _another(value: Any) -> Any:
