@@ -290,3 +290,18 @@ def test_trainer_is_no_batch():
         for _ in range(3):
             assert_same(step(ours, torch.ones(2, 3)), function(theirs, torch.ones(2, 3)))
             assert_same(ours.seen, theirs.seen)
+
+
+def test_one_object_in_two_places_is_one():
+    class Batch:
+        def __init__(self, x):
+            self.x = x
+
+    def function(first, second):
+        return first.x * (2 if first is second else 3)
+
+    step = Step(function, build=interpret)
+    for number in range(8):
+        first, second = Batch(torch.full((2,), float(number))), Batch(torch.full((2,), float(number)))
+        for pair in ((first, second), (first, first)):
+            assert torch.equal(step(*pair), function(*pair))

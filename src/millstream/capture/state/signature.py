@@ -206,17 +206,24 @@ def tree_flatten(
         value: Anything. A container with itself among its items is not supported; among its attributes it may be.
         numbers: Receives the numbers, too, if given: then the structure has places for them.
         place_of: What stands for a part that is not to be taken apart as others are; ``None`` for all others.
-        opened: Classes whose objects are taken apart by their attributes, too.
+        opened: Classes whose objects are taken apart by their attributes, too; where one stands in two places, which the
+            program may ask, those of its class are not.
 
     Returns:
         The structure, and the tensors, depth first and each once. ``tree_unflatten`` reverses it.
     """
+    num_before = 0 if numbers is None else len(numbers)
     flattening = _Flattening(numbers, place_of, opened)
-    return flattening.flatten(value), [tensor for _, tensor in flattening.leaves.values()]
+    structure = flattening.flatten(value)
+    if flattening.repeated:
+        if numbers is not None:
+            del numbers[num_before:]
+        return tree_flatten(value, numbers, place_of, {*opened} - flattening.repeated)
+    return structure, [tensor for _, tensor in flattening.leaves.values()]
 
 
 class _Flattening:
-    __slots__ = ("around", "leaves", "numbers", "open", "opened", "place_of")
+    __slots__ = ("around", "leaves", "numbers", "open", "opened", "place_of", "repeated", "seen")
 
     def __init__(
         self,
@@ -229,6 +236,8 @@ class _Flattening:
         self.open: list[int] = []  # ids of the containers with attributes around what is being looked at
         self.opened = opened
         self.around: list[int] = []  # likewise of objects of opened classes
+        self.seen: set[int] = set()  # ids of all of those
+        self.repeated: set[type] = set()  # classes of which one stands in two places
 
     def flatten(self, value: Any) -> Structure:
         if self.place_of is not None and (place := self.place_of(value)) is not None:
@@ -258,6 +267,9 @@ class _Flattening:
 
     def _flatten_object(self, kind: type, value: Any) -> Structure:
         if kind in self.opened:
+            if id(value) in self.seen:
+                self.repeated.add(kind)
+            self.seen.add(id(value))
             self.around.append(id(value))
             structure = self._flatten_container(kind, value)
             self.around.pop()
