@@ -206,8 +206,8 @@ def tree_flatten(
         value: Anything. A container with itself among its items is not supported; among its attributes it may be.
         numbers: Receives the numbers, too, if given: then the structure has places for them.
         place_of: What stands for a part that is not to be taken apart as others are; ``None`` for all others.
-        opened: Classes whose objects are taken apart by their attributes, too; where one stands in two places, which the
-            program may ask, those of its class are not.
+        opened: Classes whose objects are taken apart by their attributes, too; where one stands in two places, which
+            the program may ask, those of its class are not.
 
     Returns:
         The structure, and the tensors, depth first and each once. ``tree_unflatten`` reverses it.
