@@ -1,10 +1,10 @@
-"""``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` on the CPU, recorded as the operators they consist of.
+"""``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``, recorded as the operators that they consist of.
 
-oneDNN's operator for a whole layer has a backward that cannot be run from a graph: it gives no workspace to fake
-tensors. PyTorch's own decomposition, which the Python dispatcher runs, asks a function whether to use that operator.
+On the CPU, oneDNN's operator for a whole layer has a backward pass that cannot be run from a graph: it gives no
+workspace to fake tensors. PyTorch's decomposition asks a function whether to use that operator: here it does not.
 
-That decomposition compares the number of layers with that of a layer the wrong way round, and never drops anything out.
-So each layer runs as a network of one, with the dropout between them.
+The decomposition compares a layer's number with that of all layers the wrong way round, and never drops anything out.
+So each layer is recorded as a network of one layer, with the dropout between them.
 
 Private APIs, tried on torch 2.11 and 2.13. ``MILLSTREAM_WITHOUT=rnn-dropout`` switches the dropout off.
 """
