@@ -10,7 +10,7 @@ import sys
 import textwrap
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,23 +175,27 @@ class Outcome:
     refusals: list[str] = field(default_factory=list)
 
 
-def run(program: Program) -> Outcome:
-    """Run a program eagerly and through ``Step``; results and parameters must be the same after every call.
+def run(program: Program, wrap: Callable[[Any], Any] = lambda step: Step(step, build=interpret)) -> Outcome:
+    """Run a program eagerly and through the library; results and parameters must be the same after every call.
+
+    Args:
+        program: What to run; its tensors are on the default device.
+        wrap: Makes the captured step of the eager one.
 
     Raises:
         AssertionError: They are not; the message has the source.
     """
     make = _load(program.source)
     (ours, our_weights, our_notes, *our_changes), (theirs, their_weights, their_notes, *their_changes) = make(), make()
-    step = Step(ours, build=interpret)
-    generator = torch.Generator().manual_seed(0)
+    step = wrap(ours)
+    generator = torch.Generator("cpu").manual_seed(0)
     for call, size in enumerate(program.sizes):
         for number, site in enumerate(program.sites):
             if call in site.changes:
                 which = site.changes.index(call) % 2
                 our_changes[number][which]()
                 their_changes[number][which]()
-        x = torch.randn(size, 2, generator=generator, dtype=torch.float64)
+        x = torch.randn(size, 2, generator=generator, dtype=torch.float64, device="cpu").to(torch.get_default_device())
         torch.manual_seed(call)
         expected = theirs(x.clone())
         torch.manual_seed(call)

@@ -141,7 +141,7 @@ def test_a_size_that_comes_again_is_captured_at_once():
 @pytest.mark.parametrize("rising", [False, True])
 def test_a_hundred_sizes_take_the_memory_of_the_largest(rising):
     model = wide().cuda().eval()
-    compiled = ms.compile(model, dynamic=True, strict=True)
+    compiled = ms.compile(model, dynamic=True, strict=True, streams=1)  # or what is quicker decides what it takes
     numbers = sorted(range(1024, 5124, 41), reverse=not rising)
     assert len(numbers) == 100
 
