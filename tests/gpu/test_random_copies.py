@@ -14,5 +14,7 @@ FUZZ = int(os.environ.get("MILLSTREAM_FUZZ", "10"))
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + FUZZ))
-def test_random_copies_are_eagers(seed):
-    run(make_program(seed, large=True), "cuda")
+def test_random_copies_are_eagers(seed, record_property):
+    outcome = run(make_program(seed, large=True), "cuda")
+    record_property("captured", outcome.is_captured)
+    record_property("refusals", outcome.refusals)
