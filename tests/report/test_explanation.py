@@ -1,6 +1,7 @@
 """Explanations: text, data, and pictures in files."""
 
 import json
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -9,7 +10,7 @@ import pytest
 from millstream.cost import Costs
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN, Candidate, Launch, Plan, Record, Span, Timeline, Wait
-from millstream.report import Explanation, OneSize
+from millstream.report import Explanation, OneSize, details
 from millstream.schedule import plan_serial
 from millstream.testing import towers_graph
 from tests.report.samples import EMPTY, costs_of, report_of
@@ -106,7 +107,9 @@ def test_streams_that_were_tried_are_not_promised():
         Candidate("list", 2, 3, 1, None, 21_000, "slower"),
     )
     bound = report_of(plan_serial(GRAPH), costs=COSTS, candidates=candidates).bound()
-    assert bound.endswith("; but of 1 plan with more streams, none was quicker when measured")
+    assert bound == (
+        "one stream runs one kernel after another; of 1 plan with more streams, none was quicker when measured"
+    )
 
 
 def test_data():
@@ -279,9 +282,43 @@ def test_page_has_kernels_memory_plans_and_what_fell_back(tmp_path):
         "compiled in 1.5 s", "a &lt;hook&gt; at a.py:3", "&lt;b&gt;so it is&lt;/b&gt;", "over the memory budget",
     ):  # fmt: skip
         assert told in body
-    assert body.count("<th>calculated</th>") + body.count("<th class=n>calculated</th>") == 1
+    assert body.count('<th class="n">calculated</th>') == 1
     assert body.count("tower0_0") == 2  # a row in each of the two tables
     assert "<b>" not in body
+    links = re.findall(
+        r'data-picture="(\d)" data-kernel="(\d)">\2</a></td><td class="n" data-head="share">(\d+) %', body
+    )
+    assert links[4:] == [("1", "3", "30"), ("1", "1", "20"), ("1", "2", "20"), ("1", "0", "17")]  # the second picture
+
+
+def test_page_sums_modules_as_deep_as_few_rows_allow(monkeypatch):
+    def told(modules):
+        kernels = tuple(replace(k, module=name) for k, name in zip(GRAPH.kernels, modules, strict=True))
+        report = measured_report()
+        report = replace(report, plan=plan_serial(replace(GRAPH, kernels=kernels)))
+        return next((table.rows for table in details.section_of(report, 0).tables if table.title == "By module"), None)
+
+    assert told(["a.x", "a.y", "", "a.x"]) == [
+        ("a.x", "47 %", "14 µs", "2"),
+        ("a.y", "20 %", "6 µs", "1"),
+        ("outside of modules", "20 %", "6 µs", "1"),
+    ]
+    assert told(["", "", "", ""]) is None
+    monkeypatch.setattr(details, "MAX_MODULES", 2)
+    assert [row[0] for row in told(["a.x", "a.y", "", "a.x"])] == ["a", "outside of modules"]
+
+
+def test_page_tells_paths_from_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sources = (f"{tmp_path}/train.py:1", "/venv/lib/site-packages/net.py:2", "/other/a.py:3", "")
+    kernels = tuple(replace(k, source=source) for k, source in zip(GRAPH.kernels, sources, strict=True))
+    plan = plan_serial(replace(GRAPH, kernels=kernels))
+    Explanation("model", (replace(measured_report(), plan=plan),)).save("run.html")
+    page = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert str(tmp_path) not in page
+    assert ">train.py:1<" in page
+    assert ">net.py:2<" in page
+    assert ">/other/a.py:3<" in page
 
 
 def test_sizes_of_one_program_have_a_line_each_and_the_most_called_is_told_of_whole():

@@ -167,11 +167,12 @@ const calls = [], frames = [], elements = {};
 const brush = new Proxy({}, {get: (kept, name) =>
   name === "measureText" ? () => ({width: 50}) : kept[name] ?? ((...values) => calls.push([name, ...values]))});
 const make = () => ({style: {}, value: "", checked: true, clientWidth: 1126, listeners: {}, getContext: () => brush,
-  replaceChildren() {}, prepend() {}, setPointerCapture() {},
+  replaceChildren() {}, prepend() {}, setPointerCapture() {}, scrollIntoView() {},
   addEventListener(name, act) { this.listeners[name] = act; }});
 const window = {devicePixelRatio: 1, addEventListener() {}}, innerWidth = 1000, innerHeight = 1000;
 const get = name => elements[name] ??= make();
-const document = {title: "", documentElement: {}, getElementById: get, querySelector: get, createElement: make};
+const document = {title: "", documentElement: {}, getElementById: get, querySelector: get, createElement: make,
+  addEventListener(name, act) { this[name] = act; }};
 const matchMedia = make, getComputedStyle = () => ({getPropertyValue: () => ""}), Path2D = class {
   moveTo() {} lineTo() {} bezierCurveTo() { calls.push(["curve"]); }
 };
@@ -193,6 +194,9 @@ act("pointermove", {offsetX: 120, offsetY: 10, clientX: 0, clientY: 0});
 shown.push(elements.tip.textContent);
 act("dblclick", {});
 shown.push(drawn(), [from, to]);
+elements.choice.selectedIndex = 0;
+document.click({preventDefault() {}, target: {dataset: {picture: "0", kernel: "3"}}});
+shown.push(picture.bars[pointed][KERNEL], [from, to]);
 act("keydown", {key: "+"});
 elements.choice.selectedIndex = 1;
 elements.choice.listeners.change();
@@ -212,12 +216,15 @@ def test_viewer_in_a_pretended_browser():
     data = f"document.getElementById('data').textContent = {json.dumps(Page(page).data)};"
     done = subprocess.run(["node", "-e", BROWSER + data + script + USER], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    everything, near, (start, end), tip, again, (first, last), nothing = json.loads(done.stdout)
+    everything, near, (start, end), tip, again, (first, last), kernel, (left, right), nothing = json.loads(done.stdout)
     assert everything == again == [2 + 20, len(pictures[0].arrows)]
     assert near == [2 + 2, 0], "only what is in view is drawn"
     assert 0 <= start < end < 200
     assert tip.startswith("0  tower0_0")
     assert (first, last) == (0, 10_000)
+    assert kernel == 3, "a row of the table leads to its bar"
+    bar = next(bar for bar in pictures[0].bars if bar.kernel.id == 3)
+    assert 0 <= left <= bar.start_ns < bar.end_ns <= right < 10_000
     assert nothing == [1, 0]
 
 

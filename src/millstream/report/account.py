@@ -25,6 +25,7 @@ class Account:
         graph: What ran.
         timeline: The run, predicted or traced.
         costs: What its kernels take alone; ``None`` takes their times from the timeline.
+        tried: What came of plans with more streams, in words, where some were tried and none was chosen.
 
     Raises:
         ArgumentError: Timeline or costs are those of another graph.
@@ -33,6 +34,7 @@ class Account:
     graph: KernelGraph
     timeline: Timeline
     costs: Costs | None = None
+    tried: str = ""
 
     def __post_init__(self) -> None:
         num_kernels = len(self.graph.kernels)
@@ -180,14 +182,15 @@ class Account:
         elif self.critical_path_ns >= _BOUND * (end_ns - self.pauses_ns):
             reason = self._chain()
         elif self.timeline.num_streams == 1:
-            reason = (
-                f"one stream runs one kernel after another; the longest chain of dependent kernels takes only "
-                f"{duration(self.critical_path_ns)}, so more streams could make it up to "
-                f"{end_ns / max(self.bound_ns + self.pauses_ns, 1):.1f} times as quick"
-            )
+            reason = "one stream runs one kernel after another"
+            if not self.tried:
+                reason += (
+                    f"; the longest chain of dependent kernels takes only {duration(self.critical_path_ns)}, so more "
+                    f"streams could make it up to {end_ns / max(self.bound_ns + self.pauses_ns, 1):.1f} times as quick"
+                )
         else:
             reason = self._between()
-        return "; ".join(part for part in (reason, self._idleness()) if part)
+        return "; ".join(part for part in (reason, self.tried, self._idleness()) if part)
 
     def _chain(self) -> str:
         path = [self.graph.kernels[kernel] for kernel in self.critical_path]
@@ -206,9 +209,10 @@ class Account:
         if gain_ns < _WORTH_SAYING * self.timeline.end_ns:
             gain = "nothing"
         link = "" if len(path) == 1 else f"its longest link takes {duration(self.durations_ns[longest.id])}: "
+        shorter = f"a shorter {'chain' if needs else 'kernel'} would"
+        advice = f"only {shorter} be quicker" if self.tried else f"more streams gain {gain}, {shorter}"
         return (
-            f"{chain}{needs}, which takes {duration(self.critical_path_ns)} ({kinds}); "
-            f"more streams gain {gain}, a shorter {'chain' if needs else 'kernel'} would; {link}{longest.label}"
+            f"{chain}{needs}, which takes {duration(self.critical_path_ns)} ({kinds}); {advice}; {link}{longest.label}"
         )
 
     def _between(self) -> str:

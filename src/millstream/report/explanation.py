@@ -9,7 +9,7 @@ from typing import Any
 
 from millstream.errors import ArgumentError
 from millstream.report.communication import CommunicationReport
-from millstream.report.details import details_of
+from millstream.report.details import sections_of
 from millstream.report.pictures.html import to_html
 from millstream.report.pictures.perfetto import to_perfetto
 from millstream.report.pictures.picture import Picture
@@ -104,7 +104,7 @@ class Explanation:
                 why = f"nothing of it is compiled: {self.fallbacks[0]}"
             raise ArgumentError(f"there is no timeline of {self.name} to draw: {why}")
         if write is to_html:
-            path.write_text(to_html(pictures, self.name, details_of(self)), encoding="utf-8")
+            path.write_text(to_html(pictures, self.name, list(sections_of(self)), self.fallbacks), encoding="utf-8")
         elif write is to_perfetto:
             path.write_text(to_perfetto(pictures, saved_steps(self.communication)), encoding="utf-8")
         else:

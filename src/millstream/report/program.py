@@ -86,10 +86,17 @@ class ProgramReport:
         if self.timeline is not None:
             # What a CPU could do at best is not known: of a run there, only what was measured is told.
             costs = None if self.is_calculated or self.is_implausible else self.costs
-            accounts["measured"] = Account(self.graph, self.timeline, costs)
+            accounts["measured"] = Account(self.graph, self.timeline, costs, self._tried())
         if self.costs is not None and self._predicted is not None:
-            accounts[self.guess] = Account(self.graph, self._predicted, self.costs)
+            accounts[self.guess] = Account(self.graph, self._predicted, self.costs, self._tried())
         return accounts
+
+    def _tried(self) -> str:
+        """What came of plans with more streams than the one that was chosen."""
+        tried = [each for each in self.candidates if each.streams > 1 and self.streams == 1]
+        measured = [each for each in tried if each.measured_ns is not None]
+        how = "was quicker when measured" if measured else "was predicted to be quicker"
+        return f"of {count(len(measured or tried), 'plan')} with more streams, none {how}" if tried else ""
 
     @cached_property
     def _predicted(self) -> Timeline | None:
@@ -160,9 +167,6 @@ class ProgramReport:
         if self._is_untold or (self.is_implausible and "measured" not in accounts):
             return ""
         bound = next((account.bound() for kind, account in accounts.items() if kind != "calculated"), "")
-        tried = [each for each in self.candidates if each.streams > 1 and each.measured_ns is not None]
-        if bound and self.streams == 1 and tried:
-            bound += f"; but of {count(len(tried), 'plan')} with more streams, none was quicker when measured"
         measured_ns, predicted_ns = self.measured_ns, self.predicted_ns
         if bound and "measured" not in self.accounts and measured_ns and predicted_ns:
             longer = measured_ns / predicted_ns

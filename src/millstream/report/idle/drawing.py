@@ -1,13 +1,12 @@
-"""The steps of a profile as pictures: a bar for each step, and one step with all that ran, idled and waited in it."""
+"""What the pictures of a profile show: a bar for each step, and one step with all that ran, idled and waited in it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import NamedTuple
 
-from millstream.insight import Activity, ActivityKind, Cause, Findings, Recording, Step
+from millstream.insight import ActivityKind, Cause, Findings, Recording, Step
 from millstream.insight.host import host_pieces
 from millstream.insight.records import Stack
 from millstream.report.idle.places import activity_text, code, place
@@ -15,7 +14,7 @@ from millstream.report.pictures.svg import ticks
 from millstream.report.words import duration
 
 MAX_BARS, MAX_PIECES = 200, 1500  # steps drawn as bars; pieces drawn in one step: a page stays below 2 MB
-WIDTH, LEFT, LANE = 1060, 110, 26  # pixels
+LENGTH, HEIGHT = 1000, 10  # of a lane, in units of its own: the templates scale it
 
 COLOURS = {
     Cause.DATA_WAIT: "#e15759",
@@ -41,8 +40,59 @@ COLOURS = {
     Cause.COMMUNICATION: "#59a14f",
 }
 BUSY = "#76b7b2"
-_SHORT = 0.6  # pixels
+_SHORT = 0.6  # units
+_NUMBERS = 12  # steps that have their number below them
 _EXPOSED = {ActivityKind.COMMUNICATION: Cause.COMMUNICATION}
+
+
+class Part(NamedTuple):
+    """Of a step's bar; the longest step is 100 high."""
+
+    colour: str
+    top: float
+    height: float
+
+
+class Bar(NamedTuple):
+    """One step: its place, what is said of it, and what it is made of, from the bottom."""
+
+    at: int
+    text: str
+    parts: list[Part]
+
+
+class Bars(NamedTuple):
+    """Steps side by side, heights and numbers of the axes in percent."""
+
+    bars: list[Bar]
+    ticks: list[tuple[float, str]]
+    numbers: list[tuple[float, int]]
+
+
+class Piece(NamedTuple):
+    """Something in a lane, in the lane's units."""
+
+    x: float
+    width: float
+    colour: str
+    text: str
+    is_odd: bool = False
+
+
+class Lane(NamedTuple):
+    """A row of a step: pieces, or the outline of an area."""
+
+    name: str
+    pieces: list[Piece]
+    outline: str = ""
+
+
+class DrawnStep(NamedTuple):
+    """One step in full."""
+
+    title: str
+    lanes: list[Lane]
+    ticks: list[tuple[float, str]]
 
 
 def legend_of(found: Findings) -> list[tuple[str, str]]:
@@ -65,29 +115,28 @@ def _idle_of(found: Findings, steps: Sequence[Step]) -> list[dict[Cause, int]]:
     return spent
 
 
-def draw_bars(found: Findings, *, with_titles: bool = True) -> str:
+def bars_of(found: Findings) -> Bars:
     """A bar for each of the last steps: what ran, and what it idled for."""
     steps = found.steps[-MAX_BARS:]
     spent = _idle_of(found, found.steps)[-MAX_BARS:]
     longest = max(step.end_ns - step.start_ns for step in steps)
-    height, wide = 160, (WIDTH - LEFT) / len(steps)
-    lines = []
-    for tick in ticks(longest, 4):
-        y = height - tick / longest * height + 8
-        lines.append(f"<text x='4' y='{y + 4:.1f}'>{duration(tick) if tick else '0'}</text>")
-    for number, (step, causes) in enumerate(zip(steps, spent, strict=True)):
+    recording = found.recording
+    first = recording.first_step + len(recording.steps) - len(steps) if recording.has_steps else 0
+    bars = []
+    for at, (step, causes) in enumerate(zip(steps, spent, strict=True)):
         length = step.end_ns - step.start_ns
-        parts = [("busy", BUSY, length - sum(causes.values())), *((str(c), COLOURS[c], s) for c, s in causes.items())]
-        y = height + 8.0
-        for name, colour, part in parts:
-            tall = part / longest * height
-            y -= tall
-            lines.append(
-                f"<rect class='step' x='{LEFT + number * wide:.2f}' y='{y:.2f}' width='{max(wide - 0.6, 0.4):.2f}' "
-                f"height='{max(tall, 0):.2f}' fill='{colour}'"
-                + (f"><title>step {number}: {duration(part)} {escape(name)}</title></rect>" if with_titles else "/>")
-            )
-    return f"<svg width='{WIDTH}' height='{height + 16}'>{''.join(lines)}</svg>"
+        told = {"busy": (BUSY, length - sum(causes.values())), **{str(c): (COLOURS[c], s) for c, s in causes.items()}}
+        top, parts = 100.0, []
+        for colour, part in told.values():
+            height = max(part / longest * 100, 0)
+            top -= height
+            parts.append(Part(colour, round(top, 2), round(height, 2)))
+        listed = "\n".join(f"{name} {duration(part)}" for name, (_, part) in told.items() if part > 0)
+        bars.append(Bar(at, f"step {first + at}: {duration(length)}\n{listed}", parts))
+    heights = [(round(tick / longest * 100, 1), duration(tick) if tick else "0") for tick in ticks(longest, 4)]
+    every = -(-len(steps) // _NUMBERS)
+    numbers = [(round((at + 0.5) / len(steps) * 100, 1), first + at) for at in range(0, len(steps), every)]
+    return Bars(bars, heights, numbers)
 
 
 def median_step(found: Findings) -> Step:
@@ -100,112 +149,98 @@ def worst_step(found: Findings) -> Step:
     return max(found.steps, key=lambda step: step.end_ns - step.start_ns)
 
 
-class _Piece(NamedTuple):
-    """Something in a row, within the step."""
-
-    start_ns: int
-    end_ns: int
-    colour: str
-    text: str
-    is_odd: bool = False
-
-
-def draw_step(found: Findings, step: Step, *, with_titles: bool = True) -> str:
-    """Rows of one step: each stream, idle time by cause, the training thread, and the queue.
-
-    Args:
-        found: What the step is of.
-        step: Which one.
-        with_titles: Say of each piece what it is, where it is pointed at; else short neighbours become one.
-    """
-    recording = found.recording
-    launches = {launch.number: launch for launch in recording.launches}
-    scale = (WIDTH - LEFT - 10) / max(step.end_ns - step.start_ns, 1)
+def draw_step(found: Findings, step: Step, which: str) -> DrawnStep:
+    """Lanes of one step: each stream, idle time by cause, the training thread, and the queue."""
+    recording, scale = found.recording, _Scale(step)
     streams = sorted({each.stream for each in recording.activities})[:8]
-    rows = [("computing" if recording.is_synchronous else f"stream {s}", _ran(found, step, s)) for s in streams]
-    rows.append(("idle, by cause", _idle(found, step)))
-    rows.append(("training thread", _did(recording, step)))
-    lines = []
-    for lane, (name, pieces) in enumerate(rows):
-        lines.append(_label(lane, name))
-        shown = pieces if with_titles else _joined(pieces, round(_SHORT / scale))
-        lines += [_draw_piece(lane, piece, step, scale, with_title=with_titles) for piece in shown]
-    lane = len(rows) - 1
-    if launches:
-        lane += 1
-        lines.append(_queue(recording, step, lane, scale))
-    bottom = (lane + 1) * LANE + 14
-    lines += [
-        f"<text x='{LEFT + tick * scale:.1f}' y='{bottom}'>{duration(tick) if tick else '0'}</text>"
-        for tick in ticks(step.end_ns - step.start_ns)
-    ]
-    return f"<svg width='{WIDTH}' height='{bottom + 6}'>{''.join(lines)}</svg>"
+    lanes = [Lane("computing" if recording.is_synchronous else f"stream {s}", _ran(found, scale, s)) for s in streams]
+    lanes.append(Lane("idle, by cause", _idle(found, scale)))
+    lanes.append(Lane("training thread", _did(recording, scale)))
+    if recording.launches:
+        lanes.append(_queue(recording, scale))
+    length = step.end_ns - step.start_ns
+    marks = [(scale.x(step.start_ns + tick), duration(tick) if tick else "0") for tick in ticks(length)]
+    return DrawnStep(f"The {which} step, measured: {duration(length)}", lanes, marks)
 
 
-def _largest(pieces: Iterable[_Piece]) -> list[_Piece]:
+class _Scale:
+    """From the time of a step to a lane's units."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.of_ns = LENGTH / max(step.end_ns - step.start_ns, 1)
+
+    def x(self, at_ns: int) -> float:
+        return round((at_ns - self.step.start_ns) * self.of_ns, 2)
+
+    def meets(self, start_ns: int, end_ns: int) -> bool:
+        return end_ns > self.step.start_ns and start_ns < self.step.end_ns
+
+    def piece(self, start_ns: int, end_ns: int, colour: str, what: str) -> Piece:
+        start_ns, end_ns = max(start_ns, self.step.start_ns), min(end_ns, self.step.end_ns)
+        wide = max(round((end_ns - start_ns) * self.of_ns, 2), 0.3)
+        return Piece(self.x(start_ns), wide, colour, f"{duration(end_ns - start_ns)} {what}")
+
+
+def _largest(pieces: Iterable[Piece]) -> list[Piece]:
     """So many that a page stays small, in order."""
-    return sorted(sorted(pieces, key=lambda piece: piece.start_ns - piece.end_ns)[:MAX_PIECES])
+    return sorted(sorted(pieces, key=lambda piece: -piece.width)[:MAX_PIECES])
 
 
-def _within(step: Step, start: int, end: int) -> tuple[int, int]:
-    return max(start, step.start_ns), min(end, step.end_ns)
-
-
-def _ran(found: Findings, step: Step, stream: int) -> list[_Piece]:
+def _ran(found: Findings, scale: _Scale, stream: int) -> list[Piece]:
     launches = {launch.number: launch for launch in found.recording.launches}
-
-    def piece(each: Activity) -> _Piece:
-        text = f"{duration(each.end_ns - each.start_ns)} {activity_text(each, launches, found.recording)}"
-        colour = BUSY if each.kind is ActivityKind.KERNEL else COLOURS[_EXPOSED.get(each.kind, Cause.COPY)]
-        return _Piece(*_within(step, each.start_ns, each.end_ns), colour, text)
-
     ran = (
-        piece(each)
+        scale.piece(
+            each.start_ns,
+            each.end_ns,
+            BUSY if each.kind is ActivityKind.KERNEL else COLOURS[_EXPOSED.get(each.kind, Cause.COPY)],
+            activity_text(each, launches, found.recording),
+        )
         for each in found.recording.activities
-        if each.stream == stream and each.end_ns > step.start_ns and each.start_ns < step.end_ns
+        if each.stream == stream and scale.meets(each.start_ns, each.end_ns)
     )
     # Neighbours must not run together.
     return [each._replace(is_odd=number % 2 == 1) for number, each in enumerate(_largest(ran))]
 
 
-def _idle(found: Findings, step: Step) -> list[_Piece]:
+def _idle(found: Findings, scale: _Scale) -> list[Piece]:
     return _largest(
-        _piece_of(step, each.start_ns, each.end_ns, each.cause, each.stack, found.recording)
+        _piece_of(scale, each.start_ns, each.end_ns, each.cause, each.stack, found.recording)
         for each in found.slices
-        if each.end_ns > step.start_ns and each.start_ns < step.end_ns
+        if scale.meets(each.start_ns, each.end_ns)
     )
 
 
-def _did(recording: Recording, step: Step) -> list[_Piece]:
+def _did(recording: Recording, scale: _Scale) -> list[Piece]:
     return [
-        _piece_of(step, start, end, span.cause, span.stack, recording)
+        _piece_of(scale, start, end, span.cause, span.stack, recording)
         for start, end, span in host_pieces(recording, ())
-        if start < step.end_ns and end > step.start_ns
+        if scale.meets(start, end)
     ]
 
 
-def _piece_of(step: Step, start: int, end: int, cause: Cause, stack: Stack, recording: Recording) -> _Piece:
-    start, end = _within(step, start, end)
+def _piece_of(scale: _Scale, start: int, end: int, cause: Cause, stack: Stack, recording: Recording) -> Piece:
     site = recording.user_site(stack)
     colour = BUSY if cause is Cause.LAUNCH and recording.is_synchronous else COLOURS[cause]  # operators, on a CPU
-    return _Piece(start, end, colour, f"{duration(end - start)} {cause}: {place(site)}  {code(site)}")
+    return scale.piece(start, end, colour, f"{cause}: {place(site)}  {code(site)}".rstrip())
 
 
-def _joined(pieces: Sequence[_Piece], short_ns: int) -> list[_Piece]:
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
     """Neighbours of one colour that nobody could tell apart become one."""
-    found: list[_Piece] = []
+    found: list[Piece] = []
     for each in pieces:
         last = found[-1] if found else None
-        is_near = last is not None and each.start_ns - last.end_ns < short_ns and each.end_ns - each.start_ns < short_ns
+        is_near = last is not None and each.x - last.x - last.width < _SHORT and each.width < _SHORT
         if last is not None and is_near and last.colour == each.colour:
-            found[-1] = last._replace(end_ns=max(last.end_ns, each.end_ns))
+            found[-1] = last._replace(width=round(max(last.width, each.x + each.width - last.x), 2))
         else:
             found.append(each)
     return found
 
 
-def _queue(recording: Recording, step: Step, lane: int, scale: float) -> str:
+def _queue(recording: Recording, scale: _Scale) -> Lane:
     """How many launches wait for the device or run."""
+    step = scale.step
     done: dict[int | None, int] = {}
     for each in recording.activities:
         done[each.launch] = max(done.get(each.launch, 0), each.end_ns)
@@ -222,26 +257,11 @@ def _queue(recording: Recording, step: Step, lane: int, scale: float) -> str:
         else:
             points = [(step.start_ns, depth)]
     points.append((step.end_ns, points[-1][1]))
-    most, bottom, tall = max(depth for _, depth in points), (lane + 1) * LANE - 4, LANE - 6
-    path = " ".join(
-        f"{LEFT + (at - step.start_ns) * scale:.1f},{bottom - depth / max(most, 1) * tall:.1f}"
-        for at, depth in _thin(points)
-    )
-    area = f"{LEFT},{bottom} {path} {LEFT + (step.end_ns - step.start_ns) * scale:.1f},{bottom}"
-    return f"{_label(lane, f'queue, up to {most}')}<polygon points='{area}' fill='#9aa5b1'/>"
+    most = max(depth for _, depth in points)
+    path = " ".join(f"{scale.x(at):g},{HEIGHT - depth / max(most, 1) * HEIGHT:.1f}" for at, depth in _thin(points))
+    return Lane(f"queue, up to {most}", [], f"0,{HEIGHT} {path} {LENGTH},{HEIGHT}")
 
 
 def _thin(points: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     """So few points that the page stays small."""
     return points[:: -(-len(points) // (2 * MAX_PIECES))]
-
-
-def _label(lane: int, text: str) -> str:
-    return f"<text x='4' y='{lane * LANE + 16}'>{escape(text)}</text>"
-
-
-def _draw_piece(lane: int, piece: _Piece, step: Step, scale: float, *, with_title: bool) -> str:
-    look = f"fill='{piece.colour}'" + " fill-opacity='0.75'" * piece.is_odd
-    x, wide = LEFT + (piece.start_ns - step.start_ns) * scale, (piece.end_ns - piece.start_ns) * scale
-    shape = f"<rect x='{x:.2f}' y='{lane * LANE + 2}' width='{max(wide, 0.3):.2f}' height='{LANE - 6}' {look}"
-    return f"{shape}><title>{escape(piece.text)}</title></rect>" if with_title else f"{shape}/>"

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
-from html import escape
 
 from millstream.insight import Findings
-from millstream.report.idle.drawing import WIDTH, draw_bars, draw_step, legend_of, median_step
+from millstream.report.idle.drawing import bars_of, draw_step, joined, legend_of, median_step
 from millstream.report.idle.screen import to_text
-from millstream.report.words import duration
+from millstream.report.pages import render
 
-_LINE, _TOP, _BARS, _CHARACTER = 17, 22, 176, 6.6  # pixels
-_FITS = int((WIDTH - 8) / 7.3)  # characters of what is said, in a font of one width
-_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0, section 2.2
-_STYLE = """
-svg { color: #222 } text { font: 11px sans-serif; fill: currentColor }
-.say { font: 12px monospace } .paper { fill: #fff }
-@media (prefers-color-scheme: dark) { svg { color: #dde3e8 } .paper { fill: #14181c } }
-"""
+_WIDTH, _LEFT, _LANE = 1060, 110, 26  # pixels
+_LINE, _TOP, _BARS, _CHARACTER = 17, 22, 186, 6.6  # pixels
+_FITS = int((_WIDTH - 8) / 7.3)  # characters of what is said, in a font of one width
 
 
 def _fitting(line: str) -> list[str]:
@@ -28,33 +21,31 @@ def _fitting(line: str) -> list[str]:
 
 def to_picture(found: Findings) -> str:
     """The report as a picture that needs nothing else."""
-    said = [line for line in to_text(found).splitlines() if line.strip()]
-    table = next((number for number, line in enumerate(said) if line.lstrip().startswith("cause ")), len(said))
-    lines, y = [], _TOP
-    for line in (part for whole in said[: max(table, 1)] for part in _fitting(whole)):
-        lines.append(f"<text class='say' xml:space='preserve' x='4' y='{y}'>{_text(line)}</text>")
-        y += _LINE
-    if found.steps:
-        x = 4.0
-        for name, colour in legend_of(found):
-            lines.append(f"<rect x='{x:.0f}' y='{y - 4}' width='11' height='11' fill='{colour}'/>")
-            lines.append(f"<text x='{x + 15:.0f}' y='{y + 6}'>{_text(name)}</text>")
-            x += 30 + _CHARACTER * len(name)
-        lines.append(f"<g transform='translate(0 {y + 14})'>{draw_bars(found, with_titles=False)}</g>")
-        y += 14 + _BARS + _LINE
-        step = median_step(found)
-        length = duration(step.end_ns - step.start_ns)
-        lines.append(f"<text x='4' y='{y}'>The median step, measured: {length}</text>")
-        drawn = draw_step(found, step, with_titles=False)
-        lines.append(f"<g transform='translate(0 {y + 8})'>{drawn}</g>")
-        y += 8 + int(drawn.split("height='", 1)[1].split("'", 1)[0])
-    size = f"width='{WIDTH}' height='{y}' viewBox='0 0 {WIDTH} {y}'"
-    body = "\n".join(lines)
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' {size}><style>{_STYLE}</style>\n"
-        f"<rect class='paper' width='{WIDTH}' height='{y}'/>\n{body}\n</svg>\n"
+    lines = [line for line in to_text(found).splitlines() if line.strip()]
+    table = next((number for number, line in enumerate(lines) if line.lstrip().startswith("cause ")), len(lines))
+    parts = [part for whole in lines[: max(table, 1)] for part in _fitting(whole)]
+    said = [(_TOP + _LINE * number, part) for number, part in enumerate(parts)]
+    top = _TOP + _LINE * len(said)
+    if not found.steps:
+        return render("profile.svg", said=said, width=_WIDTH, height=top, bars=None)
+    legend, x = [], 4.0
+    for name, colour in legend_of(found):
+        legend.append((round(x), name, colour))
+        x += 30 + _CHARACTER * len(name)
+    step = draw_step(found, median_step(found), "median")
+    step = step._replace(lanes=[lane._replace(pieces=joined(lane.pieces)) for lane in step.lanes])
+    step_top = top + 14 + _BARS + 2 * _LINE
+    return render(
+        "profile.svg",
+        said=said,
+        legend=legend,
+        bars=bars_of(found),
+        step=step,
+        width=_WIDTH,
+        left=_LEFT,
+        lane_height=_LANE,
+        top=top - 4,
+        bars_top=top + 14,
+        step_top=step_top,
+        height=step_top + _LANE * len(step.lanes) + 20,
     )
-
-
-def _text(text: str) -> str:
-    return escape(_FORBIDDEN.sub("�", text))

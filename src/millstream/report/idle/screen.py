@@ -20,11 +20,11 @@ _INDENT = " " * 10
 
 def to_text(found: Findings) -> str:
     """The report for a terminal."""
-    lines = [_headline(found), *_diagnosis(found)]
+    lines = [_headline(found), *diagnosis(found)]
     if found.steps:
         lines += [_sum(found)] if found.recording.has_steps else []
         lines += _rows(found)
-    lines += _events(found)
+    lines += event_lines(found)
     if found.unseen_python >= MODERATE:
         lines.append(f"note: {_unseen(found)}, and counts as calling operators")
     lines += [f"note: {caveat}" for caveat in found.recording.caveats if caveat != found.why_unreliable]
@@ -42,6 +42,11 @@ def headline_facts(found: Findings) -> str:
     return ", ".join(facts)
 
 
+def idle_share(found: Findings) -> str:
+    """Of the window, in percent."""
+    return percent(found.idle_ns, found.window_ns)
+
+
 def _headline(found: Findings) -> str:
     recording = found.recording
     name = recording.script or "this run"
@@ -53,17 +58,18 @@ def _headline(found: Findings) -> str:
         return f"{name}: {length}, {headline_facts(found)}.  Unreliable."
     if not recording.has_steps:
         idle, length = duration(found.idle_ns), duration(found.window_ns)
-        share = percent(found.idle_ns, found.window_ns)
+        share = idle_share(found)
         return f"{whose} {share} of the run ({idle} of {length}; {headline_facts(found)}).  Reliable."
     if recording.is_synchronous and found.why_unreliable:  # what was not seen is not idle
         return f"{name}: a step takes {duration(found.step_ns)}; {headline_facts(found)}.  Unreliable."
     idle, step = duration(found.idle_ns / len(found.steps)), duration(found.step_ns)
     reliable = "Unreliable." if found.why_unreliable else "Reliable."
-    share = percent(found.idle_ns, found.window_ns)
+    share = idle_share(found)
     return f"{whose} {share} of a step ({idle} of {step}; {headline_facts(found)}).  {reliable}"
 
 
-def _diagnosis(found: Findings) -> list[str]:
+def diagnosis(found: Findings) -> list[str]:
+    """What matters most, its line, and what to do."""
     severity, row = found.severity, found.leading
     if severity is Severity.UNRELIABLE:
         return [f"No diagnosis: {found.why_unreliable}."]
@@ -74,7 +80,7 @@ def _diagnosis(found: Findings) -> list[str]:
         share = percent(found.window_ns - found.idle_ns, found.window_ns)
         return [f"{severity}  Nothing to gain above 5 %: {busy} {share} of the time."]
     lines = [f"{severity:<8}  {TITLES[row.cause]}. {promise(row, found)}"]
-    for text in (f"{place(row.site)}  {code(row.site)}   {_count(row, found)}", remedy(row, found)):
+    for text in (f"{place(row.site)}  {code(row.site)}   {how_often(row, found)}", remedy(row, found)):
         lines += wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
     return lines
 
@@ -98,14 +104,20 @@ def promise(row: Row, found: Findings) -> str:
     """What mending a cause would give."""
     if row.is_rare:
         return f"It takes {percent(row.share, 1)} of the run."
-    gain = sum(each.recoverable_share for each in found.rows if each.cause is row.cause)
-    before = found.usual_step_ns if found.recording.has_steps else found.window_ns
-    after = before * (1 - min(gain, 0.999))
+    before, after = gain(row, found)
     of = " a step" if found.recording.has_steps else ""
     return f"Fixing it: {duration(before)} → about {duration(after)}{of} ({before / after:.3g}×)."
 
 
-def _count(row: Row, found: Findings) -> str:
+def gain(row: Row, found: Findings) -> tuple[float, float]:
+    """What a step, or all of a run without steps, takes, and would take without a row's cause."""
+    share = sum(each.recoverable_share for each in found.rows if each.cause is row.cause)
+    before = found.usual_step_ns if found.recording.has_steps else found.window_ns
+    return before, before * (1 - min(share, 0.999))
+
+
+def how_often(row: Row, found: Findings) -> str:
+    """In how many steps, and how long."""
     if row.is_rare:
         return f"{count(row.num_steps, 'time')}, {duration(row.idle_ns / max(row.num_steps, 1))} each"
     if not found.recording.has_steps:
@@ -134,7 +146,7 @@ def _rows(found: Findings) -> list[str]:
         (
             str(row.cause) + (" (whole run)" if row.is_rare else ""),
             place(row.site) + (f" in {place(row.inside)}" if row.inside is not None else ""),
-            _count(row, found),
+            how_often(row, found),
             percent(row.share, 1),
             "" if row.is_rare or row.cause in REMEDY_FREE else percent(row.recoverable_share, 1),
         )
@@ -143,7 +155,8 @@ def _rows(found: Findings) -> list[str]:
     return table(("cause", "line", "count", "idle", "to win back"), cells, right={3, 4})
 
 
-def _events(found: Findings) -> list[str]:
+def event_lines(found: Findings) -> list[str]:
+    """Recompilations and graph breaks, by line."""
     lines = []
     for cause, noun in ((Cause.COMPILE, "recompilation"), (Cause.GRAPH_BREAK, "graph break")):
         notes = [note for note in found.notes if note.cause is cause]

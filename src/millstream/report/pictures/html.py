@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
-from html import escape
-from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from millstream.report.pages import render
 from millstream.report.pictures.picture import COLOURS, CRITICAL, Picture, describe
 
+if TYPE_CHECKING:
+    from millstream.report.details import Section
 
-def to_html(pictures: Sequence[Picture], title: str = "Millstream", details: str = "") -> str:
+
+def to_html(
+    pictures: Sequence[Picture],
+    title: str = "Millstream",
+    sections: Sequence[Section] = (),
+    fallbacks: Sequence[str] = (),
+) -> str:
     """Write pictures and their viewer; a menu chooses among several pictures.
 
     Args:
         pictures: What to draw.
         title: Of the page.
-        details: HTML to go below them.
+        sections: What goes below them.
+        fallbacks: What was not captured, and why; told where there are sections.
     """
     data = {"colours": {**COLOURS, "critical path": CRITICAL}, "pictures": [_data(picture) for picture in pictures]}
-    values = {
-        "TITLE": escape(title).encode("ascii", "xmlcharrefreplace").decode(),
-        # Only "<" could end a script element: with it escaped, no kernel's name can, whatever it says.
-        "DETAILS": details,
-        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-    }
-    viewer = resources.files("millstream.report.pictures").joinpath("viewer.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(TITLE|DETAILS|DATA)\}\}", lambda slot: values[slot[1]], viewer)
+    return render(
+        "explain.html", title=title, data=data, sections=sections, fallbacks=fallbacks, has_details=bool(sections)
+    )
 
 
 def _data(picture: Picture) -> dict[str, Any]:
@@ -39,7 +40,10 @@ def _data(picture: Picture) -> dict[str, Any]:
         "lanes": picture.lanes,
         "end": picture.end_ns,
         "bars": [
-            [bar.stream, bar.start_ns, bar.end_ns, bar.kind, bar.is_critical, bar.label, describe(bar)]
+            [
+                *(bar.stream, bar.start_ns, bar.end_ns, bar.kind, bar.is_critical, bar.label, describe(bar)),
+                None if bar.kernel is None else bar.kernel.id,
+            ]
             for bar in picture.bars
         ],
         "arrows": [[arrow.source, arrow.target] for arrow in picture.arrows],
