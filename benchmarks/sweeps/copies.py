@@ -1,15 +1,16 @@
 """Random programs that copy, swap and update pieces of state, through ``ms.compile`` and ``ms.step``, against eager.
 
 The cases are ``compiled-0`` to ``compiled-1999``, whose values are compared, and ``lowered-2000`` to ``lowered-19999``,
-whose kernels are not compiled: of those it counts whether the check of old values refuses them. The number is the seed
-of ``tests.capture.copies.programs.make_program``. ``tests/gpu/test_random_copies.py`` runs some of them on a GPU, with
-larger tensors.
+whose kernels are not compiled: of those it counts whether the check of old values refuses them, with operators of lists
+lowered as on a GPU. The number is the seed of ``tests.capture.copies.programs.make_program``.
+``tests/gpu/test_random_copies.py`` runs some of them on a GPU, with larger tensors.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 # Before torch is imported: tensors are tiny, and each process compiles for itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,7 +19,7 @@ os.environ.setdefault("MILLSTREAM_WARM_START", "0")
 
 from benchmarks.sweeps.sweep import Outcome, Result, Sweep, main
 from tests.capture.copies.programs import make_program
-from tests.capture.copies.running import WrongError, run
+from tests.capture.copies.running import WrongError, lists_as_on_a_gpu, run
 
 COMPILED, ALL = 2_000, 20_000
 
@@ -32,8 +33,10 @@ def run_case(case: str, _: str) -> Result:
     """Run one program, and compare it with eager."""
     kind, _, seed = case.partition("-")
     program = make_program(int(seed))
+    is_lowered = kind == "lowered"
     try:
-        outcome = run(program, lowered_only=kind == "lowered")
+        with lists_as_on_a_gpu() if is_lowered else nullcontext():
+            outcome = run(program, lowered_only=is_lowered)
     except WrongError as error:
         return Result(case, Outcome.WRONG, str(error).partition("\n")[0])
     if not outcome.is_valid:

@@ -1,4 +1,4 @@
-"""Gradients of upsampling are right beside what is computed for all blocks of a network, as in diffusion models."""
+"""What is computed comes in the right order: gradients beside what all blocks share, and readers before writers."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import millstream as ms
+from tests.capture.copies.programs import make_program
+from tests.capture.copies.running import lists_as_on_a_gpu, run
 
 
 class Block(nn.Module):
@@ -53,3 +55,39 @@ def test_gradients_of_upsampling_are_right(way):
         gradients(ms.compile(net, engine="serial", strict=True))
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+def train_element_wise(wrap):
+    weights = [nn.Parameter(torch.tensor([1.0, 2.0]) + number) for number in range(2)]
+    optimizer = torch.optim.SGD(weights, 0.1)
+
+    def step(x):
+        y = x * weights[0] * 1.5 + weights[1]
+        loss = y.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, y.sum(), y * 2
+
+    call = wrap(step)
+    results = [result for number in range(3) for result in call(torch.full((2, 2), number + 1.0))]
+    return [*results, *(weight.detach() for weight in weights)]
+
+
+def test_what_reads_parameters_comes_before_their_update():
+    with lists_as_on_a_gpu():
+        ours = train_element_wise(lambda step: ms.step(step, strict=True))
+    for our, their in zip(ours, train_element_wise(lambda step: step), strict=True):
+        torch.testing.assert_close(our, their)
+
+
+def test_a_reader_after_the_update_is_refused(monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_WITHOUT", "foreach-reads")
+    with lists_as_on_a_gpu(), pytest.raises(ms.CaptureError, match=r"reads a value of .* that has been overwritten"):
+        train_element_wise(lambda step: ms.step(step, strict=True))
+
+
+def test_lists_of_which_one_was_read_too_late():
+    with lists_as_on_a_gpu():
+        outcomes = [run(make_program(seed, large=True)) for seed in (151, 407, 458)]
+    assert all(outcome.is_captured for outcome in outcomes)

@@ -207,7 +207,7 @@ class _Describer:
         origins = operation.get_origins()
         meant = {number for user, numbers in uses.items() if user in origins for number in numbers}
         node = self.notes.node_of.get(id(operation))
-        if not meant or any(self._node(writer) is node for writer in writers[:before]):
+        if not meant or (node in origins and any(self._node(writer) is node for writer in writers[:before])):
             meant.add(before)
         return frozenset((owner, number) for number in meant)
 

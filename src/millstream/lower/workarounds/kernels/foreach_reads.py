@@ -8,15 +8,20 @@ one row, or in products of parameters. An item that reads itself at other places
 it is written.
 
 So what reads such an item is computed before. Weight decay, which reads each item where it is written, is not.
+
+On GPUs, where a list becomes one kernel, its results are computed before whatever else still has to read an item, the
+forward pass of an element-wise loss for instance, which found the new weights. So those readers get the place that
+Inductor gives them in front of any other operator that writes: before it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch._inductor import lowering
+from torch._inductor import ir, lowering
 from torch._inductor.virtualized import V
 
 from millstream._torch.workarounds import Workaround, replaced
@@ -38,8 +43,25 @@ def _read_before_writing() -> Iterator[None]:
             }
         return compute(groups, num_outputs, apply_fn, realize_outputs)
 
-    with replaced(lowering, "foreach_group_loop", compute_apart):
+    with (
+        replaced(lowering, "foreach_group_loop", compute_apart),
+        replaced(lowering, "mutate_to", partial(_write_after_readers, lowering.mutate_to)),
+    ):
         yield
+
+
+def _write_after_readers(write: Callable[..., Any], changed: Any, value: Any, unsafe_alias: bool = False) -> Any:
+    """Let an item become its new value, after all that reads the old one: Inductor computes that only now."""
+    operations = V.graph.operations
+    num_before = len(operations)
+    result = write(changed, value, unsafe_alias)
+    if unsafe_alias and len(operations) > num_before:  # a new value that is no other's alias is computed last
+        readers = operations[num_before:]
+        made_by = value.data.data.get_defining_op() if isinstance(value.data, ir.StorageBox) else None
+        if made_by is not None and made_by not in readers:
+            place = operations.index(made_by)
+            operations[place:] = [*readers, *operations[place:num_before]]
+    return result
 
 
 def _read_all(args: Sequence[Any], written: set[str]) -> tuple[Any, ...]:
