@@ -612,6 +612,81 @@ def test_workers_keep_up_with_all_batches_of_a_step(num_workers):
     assert "num_workers=8" in to_text(found)
 
 
+@pytest.mark.parametrize(
+    ("num_workers", "ran", "queued", "advised", "step"),
+    [
+        (2, 2, 0, "num_workers=8, and a cheaper item", 20),  # they wait for files: processors limit nothing
+        (2, 155, 0, "at half its cost a step takes 38.8 ms", 38.75),  # they compute, on all processors there are
+        (2, 80, 80, "at half its cost a step takes 40 ms", 40),  # others take one of the two processors
+        (1, 155, 0, "num_workers=2", 80),
+        (2, None, 0, "num_workers=3", 160 / 3),
+    ],
+)
+def test_gain_of_workers_is_that_of_enough_and_no_more_than_processors_give(num_workers, ran, queued, advised, step):
+    recording = serial_recording(
+        [(Cause.DATA_WAIT, 160 * MS // num_workers, 41), (None, 0, 5), (Cause.SYNC, 0, 6)], [5 * MS], steps=STEPS
+    )
+    loader = Loader(
+        num_workers,
+        160 * MS,
+        STEPS,
+        batch_ran_ns=None if ran is None else ran * MS,
+        batch_queued_ns=queued * MS,
+    )
+    found = analyse(replace(recording, loaders=(loader,), num_cores=2))
+    assert advised in " ".join(to_text(found).split())
+    gain = found.recoverable[Cause.DATA_WAIT] / len(found.steps)
+    assert found.step_ns - gain == pytest.approx(step * MS, rel=0.03)
+
+
+@pytest.mark.parametrize(("stays", "severity"), [(0, Severity.HIGH), (18, Severity.MODERATE), (20, Severity.HEALTHY)])
+def test_of_the_collector_what_garbage_takes_is_not_promised(stays, severity):
+    recording = serial_recording(*PLANTED[Cause.GC], steps=STEPS)
+    whole = analyse(recording).recoverable[Cause.GC]
+    spans = (replace(s, stays_ns=stays * MS) if s.cause is Cause.GC else s for s in recording.spans)
+    found = analyse(replace(recording, spans=tuple(spans)))
+    assert found.recoverable[Cause.GC] == pytest.approx(whole * (20 - stays) / 20, abs=1)
+    assert found.severity is severity
+
+
+@pytest.mark.parametrize(("stays", "severity"), [(0, Severity.MODERATE), (120, Severity.HEALTHY)])
+def test_of_a_rare_collection_what_garbage_takes_is_not_promised(stays, severity):
+    recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=60)
+    at = recording.steps[40].start_ns
+    recording = with_stall(recording, Span(THREAD, at, at + 130 * MS, Cause.GC, line(45)))
+    spans = (replace(s, stays_ns=stays * MS) if s.cause is Cause.GC else s for s in recording.spans)
+    assert analyse(replace(recording, spans=tuple(spans))).severity is severity
+
+
+@pytest.mark.parametrize(
+    ("every", "below", "told"),
+    [
+        (8, "forward", "not idle, but not training: train.py:60  takes 33 % of the time, in 3 of 24 steps"),
+        (8, "_engine_run_backward", ""),  # a term of the loss that few steps have is training
+        (2, "forward", ""),  # and so is what half of the steps have
+    ],
+)
+def test_evaluation_within_the_loop_is_told_with_its_line(every, below, told):
+    inner = Site(f"{LIBRARY}torch/autograd/graph.py", 1, below)
+    steps, looks, now = [], [], 0
+    for number in range(STEPS):
+        start = now
+        parts = [(line(20), 10)] + [((inner, *line(65), *line(60)), 40)] * (number % every == every - 1)
+        for stack, length in parts:
+            for _ in range(length):
+                operator = Site("/x/torch/nn/linear.py", 9, "forward")
+                looks.append(Sample(THREAD, now, now + MS, (operator, *stack), MS, 0, False))
+                now += MS
+        steps.append(Step(start, now))
+    found = analyse(
+        Recording(end_ns=now, thread=THREAD, steps=tuple(steps), samples=tuple(looks), library_roots=(LIBRARY,))
+    )
+    lines = [each.strip() for each in to_text(found).splitlines() if "not training" in each]
+    assert lines == ([told] if told else [])
+    assert (found.to_dict()["aside"] is not None) == bool(told)
+    assert ("not idle, but not training" in to_page(found)) == bool(told)
+
+
 def test_workers_are_not_advised_for_batches_that_are_made_faster_than_received():
     host = [(Cause.IN_PROCESS, 35 * US, 41), (None, 0, 5), (Cause.SYNC, 0, 6)]
     recording = serial_recording(host, [30 * US], steps=99)

@@ -261,6 +261,20 @@ def test_collection_while_a_step_is_captured_is_compiling():
     assert 0 < recording.always_on_share < 1
 
 
+def test_collection_knows_what_garbage_took():
+    session = Session(uses_device=False)
+    gc.collect()
+    session.start()
+    for _ in range(1000):
+        cycle = []
+        cycle.append(cycle)
+    del cycle
+    gc.collect()
+    spans = [span for span in session.stop().spans if span.cause is Cause.GC]
+    assert sum(span.stays_ns for span in spans) > 0
+    assert all(0 <= span.stays_ns <= span.end_ns - span.start_ns for span in spans)
+
+
 def test_event_of_another_thread_that_comes_late_does_no_harm(monkeypatch):
     session = Session(uses_device=False)
     session.start()
@@ -283,7 +297,7 @@ def test_events_of_one_place_share_their_stack():
     for _ in range(3):
         log.add_span(0, Cause.IO, depth=1)
     log.add_span(0, Cause.IO, depth=1)
-    stacks = [stack for *_, stack, _ in log.spans]
+    stacks = [span[4] for span in log.spans]
     assert stacks[0] is stacks[1] is stacks[2]
     assert frames.sites_of(stacks[3])[0].line == frames.sites_of(stacks[0])[0].line + 1
 

@@ -10,6 +10,7 @@ from enum import StrEnum
 from math import ceil
 from typing import Any
 
+from millstream.insight.aside import Aside, find_aside
 from millstream.insight.causes import EXPOSED, REMEDY_FREE, Cause
 from millstream.insight.gaps import Slice, attribute, exposed_ns
 from millstream.insight.host import compute_activities, spans_of, unseen_python
@@ -32,6 +33,10 @@ LEAST_LOOKS_AT_RUN = 50
 """Into a run without steps: then it is judged as a whole."""
 REPORT_VERSION = 1
 """Of ``to_dict``: another one when a key changes its meaning or goes."""
+QUEUED = 0.1
+"""Of the time for a batch: with more of it spent in a queue for processors, workers have all that they can get."""
+MOST_WORKERS = 4
+"""For a processor, of workers that mostly wait: each takes memory and a start of its own."""
 RECEIVE_NS = 200_000
 """What the loop takes to receive a batch of two tensors from a worker: 0.15 to 0.3 ms of its processor's time were
 measured with torch 2.13 on two hosts. Whatever is made faster than that is best made in the loop."""
@@ -62,7 +67,8 @@ class Row:
         num_steps: Steps in which it happened; 0 of what is counted per run.
         idle_ns: Time of all of them.
         share: Of the window's time, or of the run's where ``is_rare``.
-        recoverable_share: What of the window's time its remedy would return, for the whole cause; never add these up.
+        recoverable_share: What of the window's time (of the run's where ``is_rare``) its remedy would return, for the
+            whole cause; never add these up.
         is_rare: In fewer than one of 8 steps: counted over the whole run.
         detail: A few words more.
     """
@@ -100,6 +106,7 @@ class Findings:
         unseen_python: In what part of the window Python code ran in pieces too short to be looked into.
         unseen_before: The user's line of the operators that came next most often.
         underfilled_share: What of the window is lost to kernels alone on the device that do not fill it.
+        aside: What keeps the device busy in few steps without training, where that takes long.
     """
 
     recording: Recording
@@ -119,6 +126,7 @@ class Findings:
     underfilled_share: float = 0.0
     unseen_python: float = 0.0
     unseen_before: Site | None = None
+    aside: Aside | None = None
 
     @property
     def window_ns(self) -> int:
@@ -172,9 +180,49 @@ class Findings:
 
     @property
     def workers_sensible(self) -> int:
-        """The same, but no more than there are processors, unless there are already: then one more."""
-        num_workers = self.loader.num_workers if self.loader is not None else 0
-        return min(self.workers_needed, max(self.recording.num_cores, num_workers + 1))
+        """The same, but no more than processors keep busy: workers that wait for files need none meanwhile.
+
+        Where nobody knows what batches take of processors, they count as computed throughout; but where there are as
+        many workers as processors already, one more is tried.
+        """
+        loader = self.loader
+        if loader is None or not self.workers_needed:
+            return self.workers_needed
+        if loader.batch_ran_ns is None:
+            return min(self.workers_needed, max(self.recording.num_cores, loader.num_workers + 1))
+        undisturbed_ns = (loader.batch_ns - loader.batch_queued_ns) * self.batches_per_step
+        enough = ceil(
+            undisturbed_ns / max(self.free_step_ns, self._processing_ns) - 0.1
+        )  # a part of one is not worth it
+        return max(min(self.workers_needed, enough, MOST_WORKERS * self.recording.num_cores), 1)
+
+    @property
+    def is_short_of_processors(self) -> bool:
+        """Whether workers wait for a processor rather than for anything else: more of them make no more batches."""
+        if self.loader is None or self.loader.batch_ran_ns is None:
+            return False
+        return self.workers_needed > self.loader.num_workers >= self.workers_sensible
+
+    @property
+    def _processing_ns(self) -> float:
+        """What processors take at least for the batches of a step: all there are, or where workers queue, those got."""
+        loader = self.loader
+        if loader is None or not loader.batch_ran_ns:
+            return 0.0
+        processors = float(self.recording.num_cores)
+        if loader.num_workers and loader.batch_queued_ns > QUEUED * loader.batch_ns:
+            processors = min(processors, loader.num_workers * loader.batch_ran_ns / loader.batch_ns)
+        return loader.batch_ran_ns * self.batches_per_step / processors
+
+    @property
+    def supplied_ns(self) -> float:
+        """How long the batches of a step take to come at best: of enough workers, or of items at half their cost."""
+        if self.is_short_of_processors:
+            return self._processing_ns / 2
+        making = self.batch_ns * self.batches_per_step / self.workers_sensible
+        if self.loader is not None and self.loader.batch_ran_ns is not None:
+            making = max(making - self.loader.batch_queued_ns * self.batches_per_step / self.workers_sensible, 0.0)
+        return max(making, self._processing_ns)
 
     def collectives(self) -> Iterator[tuple[int, int, int, int]]:
         """Of each collective: number of its step in the run, its number in the step, begin and end in Unix time."""
@@ -210,6 +258,7 @@ class Findings:
             },
             "unknown": self.idle_by_cause.get(Cause.UNKNOWN, 0) / self.window_ns if self.window_ns else 0.0,
             "located": self.located_share,
+            "aside": None if self.aside is None else asdict(self.aside),
             "unseen_python": self.unseen_python,
             "unseen_before": None if self.unseen_before is None else asdict(self.unseen_before),
             "workers_needed": self.workers_needed,
@@ -253,6 +302,7 @@ def analyse(recording: Recording) -> Findings:
     causes = [*idle_by_cause, *(cause for cause in EXPOSED if exposed[cause])]
     rare = _rare_causes(recording, steps, slices)
     gains = recoverable_ns(recording, slices, exposed, causes, start, end, apart=rare)
+    gains = {cause: round(gain * _saved_share(recording, cause)) for cause, gain in gains.items()}
     rows = _rows(recording, steps, [each for each in slices if each.cause not in rare], gains)
     common = frozenset(row.cause for row in rows)
     rows += _exposed_rows(recording, exposed, gains, end - start)
@@ -277,6 +327,7 @@ def analyse(recording: Recording) -> Findings:
         recording.notes,
         _underfilled(recording, start, end),
         *unseen_python(recording, start, end),
+        aside=find_aside(recording, steps, slices) if recording.has_steps else None,
     )
     found = _with_bounded_data_gain(found)
     severity, leading = _judge(found)
@@ -420,6 +471,13 @@ def _share_that_idles(recording: Recording, slices: Sequence[Slice], start: int,
     return {cause: min(idle[cause] / spent, 1.0) for cause, spent in lasted.items() if spent}
 
 
+def _saved_share(recording: Recording, cause: Cause) -> float:
+    """What part of a cause's time its remedy saves, where that is not all of it."""
+    spans = [span for span in recording.spans if span.cause is cause and span.thread == recording.thread]
+    lasted = sum(span.end_ns - span.start_ns for span in spans)
+    return 1 - sum(span.stays_ns for span in spans) / lasted if lasted else 1.0
+
+
 def _rare_rows(recording: Recording, common: frozenset[Cause], idles: Mapping[Cause, float]) -> list[Row]:
     """Spans that happen too seldom to be judged by the step, per time of the whole run.
 
@@ -442,20 +500,29 @@ def _rare_rows(recording: Recording, common: frozenset[Cause], idles: Mapping[Ca
             idle[key] += round((end - start) * idles.get(span.cause, 1.0))
             times[key].add(span.start_ns)
     return [
-        Row(cause, site, None, len(times[cause, site]), spent, spent / max(whole, 1), 0.0, is_rare=True)
+        Row(
+            cause,
+            site,
+            None,
+            len(times[cause, site]),
+            spent,
+            share,
+            share * _saved_share(recording, cause),
+            is_rare=True,
+        )
         for (cause, site), spent in idle.items()
+        for share in [spent / max(whole, 1)]
     ]
 
 
 def _with_bounded_data_gain(found: Findings) -> Findings:
-    """Workers beyond the processors there are may not help, and what they make is received: no more is promised."""
+    """What enough workers make is limited by processors, and has to be received: no more is promised."""
     gain = sum(found.recoverable.get(cause, 0) for cause in DATA)
     if not gain or not found.batch_ns or found.is_too_quick_for_workers:
         return found
     is_new = found.loader is not None and not found.loader.num_workers  # and batches will have to be received
     receiving = RECEIVE_NS * found.batches_per_step if is_new else 0.0
-    making = found.batch_ns * found.batches_per_step / found.workers_sensible
-    per_step = max(found.free_step_ns + receiving, making)
+    per_step = max(found.free_step_ns + receiving, found.supplied_ns)
     share = min(max(found.step_ns - per_step, 0) * len(found.steps) / gain, 1.0)
     rows = (
         replace(row, recoverable_share=row.recoverable_share * share) if row.cause in DATA else row
@@ -489,7 +556,7 @@ def _judge(found: Findings) -> tuple[Severity, Row | None]:
     rare_of: dict[Cause, float] = defaultdict(float)
     for row in found.rows:
         if row.is_rare:
-            rare_of[row.cause] += row.share
+            rare_of[row.cause] += row.recoverable_share
     if not any(note.cause is Cause.COMPILE for note in found.notes):
         rare_of.pop(Cause.COMPILE, None)  # compiled once, which is what it takes
     for cause, share in rare_of.items():

@@ -44,6 +44,7 @@ class Span:
         cause: What an idle device waits for meanwhile.
         stack: Where from.
         detail: A few words: what was saved, which generation was collected.
+        stays_ns: What of it no remedy saves: garbage is to be collected some time.
     """
 
     thread: int
@@ -52,6 +53,7 @@ class Span:
     cause: Cause
     stack: Stack = ()
     detail: str = ""
+    stays_ns: int = 0
 
 
 class State(StrEnum):
@@ -215,12 +217,16 @@ class Loader:
             that is not known.
         num_batches: Batches that workers have made.
         site: Where its data set makes an item.
+        batch_ran_ns: What of the time for a batch some processor ran for it; ``None`` where that is not known.
+        batch_queued_ns: What of it the worker was ready, and no processor was free.
     """
 
     num_workers: int
     batch_ns: int = 0
     num_batches: int = 0
     site: Site | None = None
+    batch_ran_ns: int | None = None
+    batch_queued_ns: int = 0
 
 
 @dataclass(frozen=True)

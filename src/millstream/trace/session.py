@@ -24,7 +24,7 @@ from statistics import median
 import torch
 
 from millstream._torch.devices.presence import has_gpu
-from millstream.insight import Cause, Recording, Sample, Span, Step
+from millstream.insight import Cause, Loader, Recording, Sample, Span, Step
 from millstream.locks import ForkSafeLock
 from millstream.trace import frames, stacks
 from millstream.trace.device import DeviceWindow, Recorded
@@ -32,6 +32,7 @@ from millstream.trace.hooks import Hooks
 from millstream.trace.log import FIRST_BATCH, TOLD, Log, clock
 from millstream.trace.notes import notes_of
 from millstream.trace.sampler import Look, Sampler, cpu_ns_of_threads, samples_of
+from millstream.trace.workers import BatchTimes
 
 Waiter = tuple[type, str]
 """A class, and the name of its function in which a loop waits for data."""
@@ -138,7 +139,8 @@ class Session:
         assert self._watch is not None, "not started"
         watch, ended_ns = self._watch, clock()
         self._log = watch.log.between(self._began_ns, ended_ns)
-        batch_ns = watch.hooks.worker_times.median_ns()
+        by_workers = watch.hooks.worker_times.usual()
+        batch_ns = by_workers.took_ns if by_workers is not None else 0
         if self._device is not None:
             watch.hooks.on_step = watch.hooks.on_batch = None
             self._hurry(False)
@@ -171,10 +173,12 @@ class Session:
         sampler_ns = watch.sampler.busy_ns - self._before[0]
         hurried_ns = watch.sampler.hurried_ns - self._before[1]
         always_ns = sampler_ns - hurried_ns + (watch.log.num_events - self._before[2]) * _event_ns()
-        in_process = [end - start for _, start, end, cause, _, _ in self._log.spans if cause is Cause.IN_PROCESS]
+        in_process = [end - start for _, start, end, cause, *_ in self._log.spans if cause is Cause.IN_PROCESS]
         own_ns = int(median(in_process)) if in_process else 0
+        own_ran = self._log.ran_for_batch_ns.copy()
+        own = BatchTimes(own_ns, int(median(own_ran)), 0) if own_ns and own_ran else None
         loaders = [
-            replace(loader, batch_ns=batch_ns if loader.num_workers else own_ns, num_batches=number)
+            _with_times(replace(loader, num_batches=number), by_workers if loader.num_workers else own)
             for key, loader in self._log.loaders.items()
             if (number := self._log.num_batches[key] - self._batches_before[key])
         ]
@@ -188,8 +192,8 @@ class Session:
             spans=(
                 *_with_first_batches(
                     (
-                        Span(ident, start, end, cause, frames.sites_of(stack), detail)
-                        for ident, start, end, cause, stack, detail in self._log.spans
+                        Span(ident, start, end, cause, frames.sites_of(stack), detail, min(stays, end - start))
+                        for ident, start, end, cause, stack, detail, stays in self._log.spans
                     ),
                     batch_ns,
                 ),
@@ -261,6 +265,12 @@ def _in_turn(marks: list[tuple[int, int]]) -> list[int]:
 
 def _between(marks: list[int]) -> list[Step]:
     return [Step(start, end) for start, end in pairwise(marks) if start < end]
+
+
+def _with_times(loader: Loader, usual: BatchTimes | None) -> Loader:
+    if usual is None:
+        return loader
+    return replace(loader, batch_ns=usual.took_ns, batch_ran_ns=usual.ran_ns, batch_queued_ns=usual.queued_ns)
 
 
 def _with_first_batches(spans: Iterable[Span], batch_ns: int) -> Iterator[Span]:

@@ -95,7 +95,7 @@ def _gain(found: Findings) -> Figure:
         none = found.severity is Severity.HEALTHY
         return Figure("–" if none else "?", "nothing to gain above 5 %" if none else "can be gained")
     if row.is_rare:
-        return Figure(percent(row.share, 1), "of the run can be gained")
+        return Figure(percent(row.recoverable_share, 1), "of the run can be gained")
     before, after = gain(row, found)
     of = "a step" if found.recording.has_steps else "for all of it"
     return Figure(f"{before / after:.3g}×", f"as fast without it: {duration(before)} → about {duration(after)} {of}")

@@ -60,7 +60,8 @@ _REMEDIES = {
     Cause.ALLOCATOR: "Leave out torch.cuda.empty_cache(); where memory is short, a smaller batch, or "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
     Cause.GRAPH_BREAK: "Move what breaks the graph (print, .item(), a library's call) out of the compiled function.",
-    Cause.GC: "gc.freeze() after the model is built, and gc.disable() with a gc.collect() every some hundred steps.",
+    Cause.GC: "gc.freeze() after the model is built, and a higher threshold: gc.set_threshold(50_000, 20, 100). "
+    "What collecting garbage takes remains, and is not counted as gained.",
     Cause.IO: "Write in a thread (copy the state first), like distributed.checkpoint.async_save, or less often.",
     Cause.WAITING: "Do it in a thread, or leave it out.",
     Cause.PYTHON: "Do it in a thread or process of its own, with tensor operations, or less often.",
@@ -111,8 +112,13 @@ def _more_workers(found: Findings) -> str:
     where = f" What makes an item is {place(loader.site)}." if is_own else ""
     if needed and needed <= loader.num_workers:
         return f"{facts}. The workers are fast enough: what is slow is sending batches (fewer, larger tensors).{where}"
+    processors = count(found.recording.num_cores, "processor")
+    if found.is_short_of_processors:
+        return (
+            f"{facts}. More workers would only queue for the {processors}: make an item cheaper; at half its cost a "
+            f"step takes {duration(max(found.free_step_ns, found.supplied_ns))}.{where}"
+        )
     edit = f"num_workers={sensible}" if needed else "more workers (num_workers)"
     if needed > sensible:
-        processors = count(found.recording.num_cores, "processor")
         edit += f", and a cheaper item ({needed} workers would keep up, but there are {processors})"
     return f"{facts}: {edit}.{where}"

@@ -103,7 +103,10 @@ def _unseen(found: Findings) -> str:
 def promise(row: Row, found: Findings) -> str:
     """What mending a cause would give."""
     if row.is_rare:
-        return f"It takes {percent(row.share, 1)} of the run."
+        saved = f", of which {percent(row.recoverable_share, 1)} can be saved" * (
+            row.recoverable_share < 0.9 * row.share
+        )
+        return f"It takes {percent(row.share, 1)} of the run{saved}."
     before, after = gain(row, found)
     of = " a step" if found.recording.has_steps else ""
     return f"Fixing it: {duration(before)} → about {duration(after)}{of} ({before / after:.3g}×)."
@@ -156,8 +159,12 @@ def _rows(found: Findings) -> list[str]:
 
 
 def event_lines(found: Findings) -> list[str]:
-    """Recompilations and graph breaks, by line."""
+    """What is no idle time and worth knowing: recompilations and graph breaks by line, and what is no training."""
     lines = []
+    if (aside := found.aside) is not None:
+        steps = f"{aside.num_steps} of {count(len(found.steps), 'step')}"
+        where = f"{place(aside.site)}  {code(aside.site)}".rstrip()
+        lines.append(f" not idle, but not training: {where}  takes {percent(aside.share, 1)} of the time, in {steps}")
     for cause, noun in ((Cause.COMPILE, "recompilation"), (Cause.GRAPH_BREAK, "graph break")):
         notes = [note for note in found.notes if note.cause is cause]
         places: dict[str, list[str]] = {}
