@@ -19,7 +19,8 @@ os.environ.setdefault("MILLSTREAM_WARM_START", "0")
 
 from benchmarks.sweeps.sweep import Outcome, Result, Sweep, main
 from tests.capture.copies.programs import make_program
-from tests.capture.copies.running import WrongError, lists_as_on_a_gpu, run
+from tests.capture.copies.running import WrongError, run
+from tests.lower.workarounds.lists import lists_as_on_a_gpu
 
 COMPILED, ALL = 2_000, 20_000
 

@@ -14,9 +14,7 @@ from unittest.mock import patch
 from zlib import crc32
 
 import torch
-from torch._inductor.codegen.common import BackendFeature
 from torch._inductor.codegen.wrapper import KernelDefinitionLine
-from torch._inductor.graph import GraphLowering
 
 import millstream as ms
 from millstream.api.explaining import _compiled
@@ -148,21 +146,6 @@ def kernels_do_nothing() -> Iterator[None]:
         return kernels, fx_wrapper.Sources(prologue, ())
 
     with patch.object(fx_wrapper, "import_kernels", pretend), patch.object(CppKernels, "add", lambda *args: None):
-        yield
-
-
-@contextmanager
-def lists_as_on_a_gpu() -> Iterator[None]:
-    """Compute the results of an operator of lists one after another, before all that is not computed yet."""
-    has = GraphLowering.has_feature
-
-    def has_or_is_of_lists(self: GraphLowering, device: Any, feature: BackendFeature) -> bool:
-        return feature is BackendFeature.FOREACH or has(self, device, feature)
-
-    with (
-        patch.object(GraphLowering, "has_feature", has_or_is_of_lists),
-        patch.object(GraphLowering, "register_operation_list", lambda *_: ""),  # as C++ has no kernels of lists
-    ):
         yield
 
 

@@ -11,7 +11,7 @@ Private APIs of Inductor's graph, scheduler and passes; tried on torch 2.11 and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import takewhile
@@ -235,14 +235,16 @@ class _Describer:
     # --- accesses ---
 
     def _nest(self, node: Any) -> Nest:
-        if isinstance(node, ForeachKernelSchedulerNode):
-            parts = [*enumerate(part.get_nodes() for part in node.get_subkernel_nodes())]
+        if not isinstance(node, ForeachKernelSchedulerNode):
+            found = [self._operation(each) for each in node.get_nodes()]
         else:
-            parts = [(0, node.get_nodes())]
-        found = (self._operation(each, number) for number, nodes in parts for each in nodes)
+            parts = [part.get_nodes() for part in node.get_subkernel_nodes()]
+            made = {self.memory(name) for nodes in parts for each in nodes for name in each.get_buffer_names()}
+            found = [self._operation(each, number, made) for number, nodes in enumerate(parts) for each in nodes]
         return tuple(each for each in found if each.reads or each.writes)
 
-    def _operation(self, node: Any, part: int) -> Operation:
+    def _operation(self, node: Any, part: int = 0, made: Set[str] = frozenset()) -> Operation:
+        """Describe a node, in a part of a kernel whose parts make some memory."""
         operation, body = node.node, getattr(node, "_body", None)
         if operation is None or isinstance(node, NopKernelSchedulerNode):
             return Operation(node.get_name())
@@ -253,12 +255,13 @@ class _Describer:
             reads = [
                 Read(self.memory(each), places_of(body, body.indexing_exprs[index]), self._meant(each, operation))
                 for each, index in _entries(body, _LOADS)
-                if self._is_rewritten(each)
+                if self._is_rewritten(each) or self.memory(each) in made
             ]
             writes = [
                 Write(self.memory(each), places_of(body, body.indexing_exprs[index]), version)
                 for each, index in _entries(body, _STORES)
-                if self._is_rewritten(each) and (version := self._written(each, name)) != OLD
+                if (self._is_rewritten(each) and (version := self._written(each, name)) != OLD)
+                or (self.memory(each) in made and (version := self._written(each, name)) == OLD)
             ]
         return Operation(name, tuple(reads), tuple(writes), part, _is_users(operation))
 

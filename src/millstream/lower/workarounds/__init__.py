@@ -41,6 +41,7 @@ from millstream.lower.workarounds.joint_graph import (
     pytorch_198031,
 )
 from millstream.lower.workarounds.kernels import (
+    foreach_parts,
     foreach_reads,
     pytorch_175860,
     pytorch_176591,
@@ -103,6 +104,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_198131.WORKAROUND,
     pytorch_198270.WORKAROUND,
     foreach_order.WORKAROUND,
+    foreach_parts.WORKAROUND,
     foreach_reads.WORKAROUND,
     float_of_size.WORKAROUND,
     recurrence.WORKAROUND,

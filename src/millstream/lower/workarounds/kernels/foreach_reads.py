@@ -70,6 +70,7 @@ def _read_all(args: Sequence[Any], written: set[str]) -> tuple[Any, ...]:
 
 WORKAROUND = Workaround(
     "foreach-reads",
-    "wrong updates of parameters whose gradients are made from other parameters, as with a batch of one row",
+    "wrong updates of parameters whose gradients are made from other parameters, as with a batch of one row, and, on "
+    "GPUs, of what still reads parameters",
     lowering=_read_before_writing,
 )
