@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from millstream.capture.effects.checks import find_check
 from millstream.capture.effects.expressions import Expression, text_of
 from millstream.capture.effects.program import Call, Effect, Effects, Output, all_needs
 from millstream.capture.effects.values import Item, Leaf, Returned, TextChanged, Whole, holds_token
@@ -121,6 +122,18 @@ class Recorder:
     def check(self, number: HostScalar) -> None:
         """Let the host compute a whole number after each replay, that the graph computes with, and look at it."""
         self.call(_check_whole, number)
+
+    def branch(self, number: HostScalar) -> bool | None:
+        """Note what a branch on a number leads to, to be done after each replay.
+
+        Returns:
+            The outcome with which the program goes on; ``None`` where what another one leads to cannot wait.
+        """
+        check = find_check()
+        if check is None:
+            return None
+        self.call(check, number, *check.variables)
+        return not check.runs_if
 
     def text(self, tensor: Tensor, make: Callable[[Tensor], str]) -> str:
         """Text made from a tensor, as it is at this point."""

@@ -51,6 +51,7 @@ class Form:
     is_whole: bool
     to_tensor: Callable[..., Tensor]  # of tensors and numbers
     bounds: Bounds = (BEYOND, INT64)  # of a whole number; any, unless that is known
+    is_answer: bool = False  # whether that is a ``bool``
 
 
 def compute(function: Callable[..., Any], *operands: Any, form: Form | None = None) -> Any:
@@ -187,7 +188,7 @@ def _unknown(
     unknown = next(each for each in scalars if not each.is_known)
     if form is None and (form := _form_of(function, operands)) is None:
         unknown.refuse("The step makes a plain number of")
-    if function not in _NEVER_FAIL and may_be_caught():
+    if function not in _NEVER_FAIL and not form.is_answer and may_be_caught():
         unknown.refuse("The step computes what may fail, where that is caught, from")
     to_tensor = form.to_tensor
     plain = [each for each in operands if not is_scalar(each)]
@@ -197,7 +198,7 @@ def _unknown(
 
     can_build = all(is_within((each, each), INT64) for each in plain if isinstance(each, int))
     can_build = can_build and all(each.is_readable for each in scalars)
-    return HostScalar(
+    number = HostScalar(
         of,
         unknown.questions,
         _device_of(scalars),
@@ -207,6 +208,8 @@ def _unknown(
         build=build if can_build else None,
         bounds=form.bounds,
     )
+    number.is_answer = form.is_answer
+    return number
 
 
 def _form_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> Form | None:
@@ -242,6 +245,15 @@ def of_floats(to_tensor: Callable[..., Tensor]) -> Form:
         to_tensor: Does the same to tensors in double precision, and to numbers.
     """
     return Form(False, lambda *parts: to_tensor(*map(_as_double, parts)))
+
+
+def of_answers(to_tensor: Callable[..., Tensor]) -> Form:
+    """The form of a function that gives ``True`` or ``False``, and never fails.
+
+    Args:
+        to_tensor: Does the same to tensors, and to numbers.
+    """
+    return Form(True, lambda *parts: to_tensor(*parts).to(torch.int64), ((0, 1), (0, 1)), is_answer=True)
 
 
 def _as_double(part: Any) -> Any:
@@ -334,10 +346,8 @@ def _comparing(function: Callable[[Any, Any], Any]) -> Callable[[GraphScalar, An
         other = as_scalar(other)
         if not _is_operand(other):
             return NotImplemented
-        for part in (self, other):
-            if is_scalar(part) and not part.is_known:
-                part.refuse("The step branches on")
-        return bool(compute(function, self, other))
+        outcome = compute(function, self, other, form=of_answers(function))
+        return outcome if is_scalar(outcome) else bool(outcome)
 
     return method
 
@@ -436,7 +446,17 @@ for _name, _what in {
     "float": "The step makes a float of",
     "int": "The step makes an int of",
     "index": "The step indexes with",
-    "bool": "The step branches on",
     "hash": "The step looks something up by",
 }.items():
     setattr(HostScalar, f"__{_name}__", _refusing(_name, _what))
+
+
+def _branch(self: HostScalar) -> bool:
+    """The outcome with which the program goes on, where what another leads to can run after the graph."""
+    if self.is_asked_by_others:
+        return bool(self.outside())
+    outcome = self.questions.branch(self)
+    return self.refuse("The step branches on") if outcome is None else outcome
+
+
+setattr(HostScalar, "__bool__", _branch)  # noqa: B010

@@ -34,6 +34,7 @@ from millstream._torch.tracing import (
     next_sequence_number,
     running_sequence_number,
 )
+from millstream.capture.effects.checks import find_check
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import (
     describe,
@@ -157,6 +158,8 @@ class FunctionWatch(TorchFunctionMode):
             self._fail(VALUE_READERS[name], READ_REMEDY)
         if name in _READ_LATER and is_unknown(args[0]):
             return self._read_later(name, *args)
+        if name == "__bool__" and is_unknown(args[0]) and args[0].numel() == 1 and find_check() is not None:
+            return bool(self._recorder.item(args[0]))
         if name in ("register_hook", "register_post_accumulate_grad_hook") and id(args[0]) in self._lifted:
             self._fail(
                 "The step registers a hook on a parameter or other state.",

@@ -91,6 +91,8 @@ class Questions:
     before: Callable[[Any], Any] = lambda number: MISSING
     # has the host compute a number after each replay, for the error that this may be
     check: Callable[[HostScalar], object] = lambda number: None
+    # has what a branch on a number leads to run after the replay: the outcome to go on with, ``None`` where it cannot
+    branch: Callable[[HostScalar], bool | None] = lambda number: None
     _compute: Callable[[Numbers], list[Any] | None] | None = None
 
     def text(self, of: Expression, needs: frozenset[Leaf]) -> str:
@@ -390,9 +392,11 @@ class HostScalar(GraphScalar):
 
     Attributes:
         bounds: Likewise.
+        is_answer: Whether it is a ``bool``.
     """
 
     is_known = False
+    is_answer = False
 
     def __init__(
         self,
@@ -411,6 +415,10 @@ class HostScalar(GraphScalar):
         self.origin = origin
         self.bounds = bounds
         self._is_whole = is_whole
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return bool if self.is_answer else int if self.is_whole else float
 
     @property
     def is_whole(self) -> bool:

@@ -229,7 +229,7 @@ class _Tracer:
         self.questions.texts.style = self.request.style
         own = {id(container) for _, container in self.request.found.containers}
         self.recorder = EffectsRecorder(self.questions, own, self._note_writes)
-        self.questions.check = self.recorder.check
+        self.questions.check, self.questions.branch = self.recorder.check, self.recorder.branch
         request = self.request
         self.record = make_recorder(request.function, request.arguments)
         self.switches = SwitchWatch(request.settings)

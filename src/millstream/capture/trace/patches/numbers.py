@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from millstream._torch.tracing import attributes_here
-from millstream.capture.trace.arithmetic import compute, of_floats
+from millstream.capture.trace.arithmetic import compute, of_answers, of_floats
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, plain_of
 from millstream.capture.trace.sizes import is_traced_size
 
@@ -32,8 +32,12 @@ _OF_MATH = {
 }
 """Functions of ``math`` that give floats, and what computes them in a graph."""
 
-_OF_HOST = "cbrt comb factorial frexp gamma gcd isfinite isinf isnan isqrt lcm ldexp modf nextafter perm remainder ulp"
+_OF_HOST = "cbrt comb factorial frexp gamma gcd isqrt lcm ldexp modf nextafter perm remainder ulp"
 """Others, which the host computes; ``floor`` and its like ask the number itself."""
+
+
+_ANSWERS = {name: of_answers(getattr(torch, name)) for name in ("isfinite", "isinf", "isnan")}
+"""Functions of ``math`` and of NumPy that give ``True`` or ``False``."""
 
 
 def math_takes_scalars() -> contextlib.AbstractContextManager[None]:
@@ -41,16 +45,17 @@ def math_takes_scalars() -> contextlib.AbstractContextManager[None]:
 
     def taking(name: str) -> Callable[..., Any]:
         function, of_tensor = getattr(math, name), _OF_MATH.get(name)
+        form = _ANSWERS.get(name) if of_tensor is None else of_floats(of_tensor)
 
         def take(*args: Any) -> Any:
             args = tuple(arg.scalar() if is_traced_size(arg) else arg for arg in args)
             if not any(map(is_scalar, args)):
                 return function(*args)
-            return compute(function, *args, form=None if of_tensor is None else of_floats(of_tensor))
+            return compute(function, *args, form=form)
 
         return take
 
-    return attributes_here(math, **{name: taking(name) for name in (*_OF_MATH, *_OF_HOST.split())})
+    return attributes_here(math, **{name: taking(name) for name in (*_OF_MATH, *_ANSWERS, *_OF_HOST.split())})
 
 
 @contextlib.contextmanager
@@ -94,6 +99,9 @@ def _take_function(_: GraphScalar, function: Any, __: Any, args: tuple[Any, ...]
 
 def _computed_by_numpy(function: Callable[..., Any], *args: Any) -> Any:
     """What NumPy computes of numbers, and of lists and arrays of numbers that the host has."""
+    form = _ANSWERS.get(getattr(function, "__name__", ""))
+    if form is not None and is_scalar(args[0]):
+        return compute(function, *args, form=form)
     is_known = all(each.is_known for each in args if is_scalar(each))
     if is_known and all(is_scalar(each) or isinstance(each, _OPERANDS) for each in args):
         return compute(function, *args)
