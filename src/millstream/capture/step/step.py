@@ -668,11 +668,14 @@ class Step(Generic[P, R]):
             request.converts = self._state.converts = True
             request.plain.clear()  # the numbers there may be some of the graph now
             return self._trace_converting(request, call)
-        except CaptureError:  # as where C takes a plain number only
+        except CaptureError as error:  # as where C takes a plain number only
             if not request.converts:
                 raise
             request.converts = self._state.converts = False
-            return self._trace_converting(request, call)
+            try:
+                return self._trace_converting(request, call)
+            except CaptureError:  # which may be of what the conversions would have done
+                raise error  # noqa: B904  with the cause that it had
         if request.converts:
             self._state.converts = traced.num_converted > 0
         return traced

@@ -160,6 +160,8 @@ class FunctionWatch(TorchFunctionMode):
             return self._read_later(name, *args)
         if name == "__bool__" and is_unknown(args[0]) and args[0].numel() == 1 and find_check() is not None:
             return bool(self._recorder.item(args[0]))
+        if name == "__deepcopy__" and is_unknown(args[0]) and args[0].is_contiguous() and not args[0].requires_grad:
+            return args[1].setdefault(id(args[0]), args[0].clone())
         if name in ("register_hook", "register_post_accumulate_grad_hook") and id(args[0]) in self._lifted:
             self._fail(
                 "The step registers a hook on a parameter or other state.",

@@ -1,0 +1,822 @@
+"""Idioms of people's training steps, each as short as it is found, with what becomes of it: ``docs/idioms.md``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import random
+import sys
+import time
+import types
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import millstream as ms
+
+logger = logging.getLogger("idioms")
+Pair = namedtuple("Pair", "loss logits")
+
+
+class World:
+    """What steps use; made anew for each."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        self.opt = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.x = torch.randn(4, 3)
+        self.y = torch.tensor([0, 1, 1, 0])
+
+    def train(self, x: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(self.model(x), self.y)
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        return loss
+
+
+Made = tuple[Callable[..., Any], Callable[[], Any]]
+"""A step of a batch ``x``, and what gives what it has left in Python's objects."""
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """A row of the table.
+
+    Attributes:
+        title: What it is, as the page says it.
+        make: Makes it.
+        reason: Why it is not captured, as the warning says it; empty for what is.
+        remedy: What to do, as the page says it.
+        follow: Makes the same as the remedy says.
+    """
+
+    title: str
+    make: Callable[[World], Made]
+    reason: str = ""
+    remedy: str = ""
+    follow: Callable[[World], Made] | None = field(default=None, compare=False)
+
+
+IDIOMS: list[Idiom] = []
+
+
+def nothing() -> None:
+    """What a step leaves that changes no object."""
+
+
+def captured(title: str) -> Callable[[Callable[[World], Made]], None]:
+    """Register an idiom that is captured."""
+    return lambda make: IDIOMS.append(Idiom(title, make))
+
+
+def warned(title: str, reason: str, remedy: str) -> Callable[[Callable[[World], tuple[Any, Any, Any]]], None]:
+    """Register an idiom that is not, with its remedy; what makes it gives both steps."""
+
+    def register(make: Callable[[World], tuple[Any, Any, Any]]) -> None:
+        def first(w: World) -> Made:
+            step, _, left = make(w)
+            return step, left
+
+        def second(w: World) -> Made:
+            _, step, left = make(w)
+            return step, left
+
+        IDIOMS.append(Idiom(title, first, reason, remedy, second))
+
+    return register
+
+
+# --- numbers that are kept --------------------------------------------------------------------------------------------
+
+
+@captured('`losses.append(loss.item())`, `history["loss"].append(float(loss))` of a dict or a `defaultdict`')
+def _(w):
+    losses, history = [], defaultdict(list)
+
+    def step(x):
+        loss = w.train(x)
+        losses.append(loss.item())
+        history["loss"].append(float(loss.detach()))
+        return loss
+
+    return step, lambda: (losses, history["loss"])
+
+
+@warned(
+    '`history.setdefault("loss", []).append(loss.item())`',
+    "changes history['loss']",
+    '`history = defaultdict(list)`, and `history["loss"].append(...)`',
+)
+def _(w):
+    history = defaultdict(list, loss=[])
+
+    def step(x):
+        loss = w.train(x)
+        history.setdefault("loss", []).append(float(loss.detach()))
+        return loss
+
+    def follow(x):
+        loss = w.train(x)
+        history["loss"].append(float(loss.detach()))
+        return loss
+
+    return step, follow, lambda: history["loss"]
+
+
+@captured("`total += loss.item() * x.size(0)`, `count += len(x)`, and their quotient")
+def _(w):
+    meter = types.SimpleNamespace(total=0.0, count=0, average=0.0)
+
+    def step(x):
+        loss = w.train(x)
+        meter.total += loss.item() * x.size(0)
+        meter.count += len(x)
+        meter.average = meter.total / meter.count
+        return loss
+
+    return step, lambda: vars(meter)
+
+
+@captured("`correct += (out.argmax(1) == y).sum().item()`")
+def _(w):
+    seen = {"correct": 0}
+
+    def step(x):
+        seen["correct"] += (w.model(x).argmax(1) == w.y).sum().item()
+        return w.train(x)
+
+    return step, lambda: seen
+
+
+@captured("`running = 0.9 * running + 0.1 * loss.item()`")
+def _(w):
+    state = {"running": 0.0}
+
+    def step(x):
+        loss = w.train(x)
+        state["running"] = 0.9 * state["running"] + 0.1 * loss.item()
+        return loss
+
+    return step, lambda: state
+
+
+@captured("`predictions.extend(out.argmax(1).tolist())`")
+def _(w):
+    predictions = []
+
+    def step(x):
+        predictions.extend(w.model(x).argmax(1).tolist())
+        return w.train(x)
+
+    return step, lambda: predictions
+
+
+@captured("`meters.update(loss.item(), n)` of an `AverageMeter`")
+def _(w):
+    class AverageMeter:
+        def __init__(self):
+            self.val = self.sum = self.count = self.avg = 0
+
+        def update(self, value, n=1):
+            self.val = value
+            self.sum += value * n
+            self.count += n
+            self.avg = self.sum / self.count
+
+    meter = AverageMeter()
+
+    def step(x):
+        loss = w.train(x)
+        meter.update(loss.item(), x.size(0))
+        return loss
+
+    return step, lambda: vars(meter)
+
+
+@captured('`metrics = {"loss": loss.item(), "accuracy": ...}`, returned')
+def _(w):
+    def step(x):
+        accuracy = (w.model(x).argmax(1) == w.y).float().mean().item()
+        loss = w.train(x)
+        return {"loss": loss.item(), "accuracy": accuracy, "rounded": round(loss.item(), 3)}
+
+    return step, nothing
+
+
+@captured('`math.exp(loss.item())`, `f"{100 * accuracy:.1f}%"`, `torch.clamp(loss, max=1.0)`')
+def _(w):
+    def step(x):
+        loss = w.train(x)
+        return math.exp(loss.item()), f"{100 * loss.item():.1f}%", torch.clamp(loss, max=1.0)
+
+    return step, nothing
+
+
+@captured("`history.append(x.shape)`, `rows.append(x.size(0))`")
+def _(w):
+    shapes, rows = [], []
+
+    def step(x):
+        shapes.append(tuple(x.shape))
+        rows.append(x.size(0))
+        return w.train(x)
+
+    return step, lambda: (shapes, rows)
+
+
+@captured('`kept["loss"] = loss.detach()`: tensors kept in a dict')
+def _(w):
+    kept = {}
+
+    def step(x):
+        loss = w.train(x)
+        kept["loss"] = loss.detach()
+        return loss
+
+    return step, lambda: kept
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@captured('`print(f"step {i}: loss {loss.item():.4f}")` every n steps')
+def _(w):
+    state = {"i": 0}
+
+    def step(x):
+        loss = w.train(x)
+        if state["i"] % 2 == 0:
+            print(f"step {state['i']}: loss {loss.item():.4f}")  # noqa: T201
+        state["i"] += 1
+        return loss
+
+    return step, lambda: state
+
+
+@captured('`"%.4f" % loss`, `"{:.3f}".format(loss.item())`, `print(loss)`')
+def _(w):
+    def step(x):
+        loss = w.train(x)
+        print("%.4f" % loss.detach(), "{:.3f}".format(loss.item()))  # noqa: T201, UP031, UP032
+        print(loss)  # noqa: T201
+        return loss
+
+    return step, nothing
+
+
+@captured('`logger.info("loss %.3f", loss)`, `sys.stdout.write(...)`')
+def _(w):
+    def step(x):
+        loss = w.train(x)
+        logger.warning("loss %.3f", loss)
+        sys.stdout.write(f"{loss.item():.2f}\n")
+        return loss
+
+    return step, nothing
+
+
+@captured('`print(" | ".join(f"{k}: {v:.3f}" for k, v in metrics.items()))`')
+def _(w):
+    def step(x):
+        loss = w.train(x)
+        metrics = {"loss": loss.item(), "double": 2 * loss.item()}
+        print(" | ".join(f"{k}: {v:.3f}" for k, v in metrics.items()))  # noqa: T201
+        return loss
+
+    return step, nothing
+
+
+@warned(
+    '`file.write(json.dumps({"loss": loss.item()}))`',
+    "makes a plain number of a tensor's value",
+    '`ms.callback(write, {"loss": loss.item()})`, where `write`, outside of the step, does that',
+)
+def _(w):
+    lines = []
+
+    def write(row):
+        lines.append(json.dumps({name: round(value, 4) for name, value in row.items()}))
+
+    def step(x):
+        loss = w.train(x)
+        lines.append(json.dumps({"loss": round(loss.item(), 4)}))
+        return loss
+
+    def follow(x):
+        loss = w.train(x)
+        ms.callback(write, {"loss": loss.item()})
+        return loss
+
+    return step, follow, lambda: lines
+
+
+# --- checks and branches ----------------------------------------------------------------------------------------------
+
+
+@captured("`if not math.isfinite(loss.item()): sys.exit(1)`")
+def _(w):
+    def step(x):
+        loss = w.train(x)
+        if not math.isfinite(loss.item()):
+            print("stopping")  # noqa: T201
+            sys.exit(1)
+        return loss
+
+    return step, nothing
+
+
+@captured('`assert not torch.isnan(loss)`, `assert loss.item() < 1e4, f"..."`')
+def _(w):
+    def step(x):
+        loss = w.train(x)
+        assert not torch.isnan(loss)
+        assert loss.item() < 1e4, f"{loss.item()} is large"
+        return loss
+
+    return step, nothing
+
+
+@captured("`if torch.isnan(loss).any() or torch.isinf(loss).any(): raise ValueError(...)`")
+def _(w):
+    def step(x):
+        loss = w.train(x)
+        if torch.isnan(loss).any() or torch.isinf(loss).any():
+            raise ValueError("no number")
+        return loss
+
+    return step, nothing
+
+
+@captured("`if loss.item() > limit: print(...)`, `logger.warning(...)`")
+def _(w):
+    def step(x):
+        loss = w.train(x)
+        if loss.item() > 0.1:
+            print(f"large: {loss.item():.4f}")  # noqa: T201
+        return loss
+
+    return step, nothing
+
+
+@captured("`if i % n == 0:`, `if i < warmup:`, `if epoch > 2:` by numbers and arguments")
+def _(w):
+    state = {"i": 0}
+
+    def step(x):
+        state["i"] += 1
+        loss = w.train(x)
+        return loss * 2 if state["i"] < 3 else loss
+
+    return step, lambda: state
+
+
+@warned(
+    "`if loss.item() < best: best = loss.item()`",
+    "branches on a tensor's value",
+    "`ms.callback(note, loss.item())`, where `note` keeps the best",
+)
+def _(w):
+    state = {"best": float("inf")}
+
+    def note(value):
+        state["best"] = min(state["best"], value)
+
+    def step(x):
+        loss = w.train(x)
+        if loss.item() < state["best"]:
+            state["best"] = loss.item()
+        return loss
+
+    def follow(x):
+        loss = w.train(x)
+        ms.callback(note, loss.item())
+        return loss
+
+    return step, follow, lambda: state
+
+
+@warned(
+    "`if loss.item() > 3: loss = loss / 2`", "branches on a tensor's value", "`torch.where(loss > 3, loss / 2, loss)`"
+)
+def _(w):
+    def step(x):
+        loss = w.train(x)
+        if loss.item() > 0.6:
+            loss = loss / 2
+        return loss
+
+    def follow(x):
+        loss = w.train(x)
+        return torch.where(loss > 0.6, loss / 2, loss)
+
+    return step, follow, nothing
+
+
+@warned(
+    "`out[mask]`, `mask.nonzero()`", "shape of a result depends on values", "`torch.where`, or a mask that multiplies"
+)
+def _(w):
+    def step(x):
+        return x[x > 0].sum()
+
+    def follow(x):
+        return (x * (x > 0)).sum()
+
+    return step, follow, nothing
+
+
+# --- arrays, clocks, random numbers -----------------------------------------------------------------------------------
+
+
+@warned(
+    "`out.detach().cpu().numpy()`, returned",
+    "turns a tensor into a NumPy array",
+    "return `out.detach()`, and call `.numpy()` outside; or `ms.fetch`",
+)
+def _(w):
+    def step(x):
+        w.train(x)
+        return w.model(x).detach().cpu().numpy().sum()
+
+    def follow(x):
+        w.train(x)
+        return w.model(x).detach().cpu().sum()
+
+    return step, follow, nothing
+
+
+@warned("`start = time.time()` ... `meter.append(time.time() - start)`", "reads a clock", "read it around the step")
+def _(w):
+    def step(x):
+        time.perf_counter()
+        return w.train(x)
+
+    return step, w.train, nothing
+
+
+@warned(
+    "`lam = np.random.beta(a, a)`; `x = lam * x + (1 - lam) * x.flip(0)`",
+    "calls numpy.random.beta",
+    "draw outside, and pass the number",
+)
+def _(w):
+    def step(x, lam=None):
+        lam = np.random.beta(0.2, 0.2)
+        return w.train(lam * x + (1 - lam) * x.flip(0)) * 0
+
+    def follow(x, lam=0.25):
+        return w.train(lam * x + (1 - lam) * x.flip(0)) * 0
+
+    return step, follow, nothing
+
+
+@warned("`if random.random() < p:`", "calls random.random", "draw outside, and pass what is to be done")
+def _(w):
+    def step(x):
+        return w.train(x if random.random() < 2 else x.flip(0))
+
+    def follow(x, flipped=False):
+        return w.train(x.flip(0) if flipped else x)
+
+    return step, follow, nothing
+
+
+@captured(
+    "`torch.rand`, `torch.randn_like`, `F.dropout`, `torch.randperm(n)`, `torch.distributions.Beta(...).sample()`"
+)
+def _(w):
+    def step(x):
+        order = torch.randperm(x.size(0))
+        lam = torch.distributions.Beta(1.0, 1.0).sample()
+        mixed = lam * x + (1 - lam) * x[order]
+        return w.train(F.dropout(mixed + 0.1 * torch.randn_like(x), 0.5) * torch.rand(()))
+
+    return step, nothing
+
+
+# --- batches and results ----------------------------------------------------------------------------------------------
+
+
+@captured("dicts, named tuples, `SimpleNamespace`s made within the step")
+def _(w):
+    def step(x):
+        batch = types.SimpleNamespace(x=x, pair=Pair(x * 2, x + 1), rest=OrderedDict(a=x))
+        return w.train(batch.x + batch.pair.loss * 0 + batch.rest["a"] * 0)
+
+    return step, nothing
+
+
+@captured("`Pair(loss, logits)`, lists and dicts of tensors returned; `dataclasses.asdict(batch)`, `copy.deepcopy(x)`")
+def _(w):
+    @dataclass
+    class Batch:
+        x: torch.Tensor
+        weight: float = 1.0
+
+    def step(x):
+        batch = Batch(x)
+        fields = dataclasses.asdict(batch)
+        fields["x"] += 1
+        loss = w.train(fields["x"] * fields["weight"])
+        return Pair(loss, w.model(x).detach()), {"loss": loss, "all": [loss, None]}, batch.x
+
+    return step, nothing
+
+
+@captured("`x = x.to(device, non_blocking=True)`, `y = y.long()`, `{k: v.to(device) for k, v in batch.items()}`")
+def _(w):
+    def step(x):
+        batch = {name: value.to("cpu", non_blocking=True) for name, value in {"x": x}.items()}
+        return w.train(batch["x"].float())
+
+    return step, nothing
+
+
+@captured("`F.one_hot(y, 2)`, `label_smoothing=0.1`, `weight=torch.tensor([...])`")
+def _(w):
+    weight = torch.tensor([1.0, 2.0])
+
+    def step(x):
+        out = w.model(x)
+        loss = F.cross_entropy(out, w.y, weight=weight, label_smoothing=0.1)
+        loss = loss + F.binary_cross_entropy_with_logits(out, F.one_hot(w.y, 2).float())
+        loss.backward()
+        w.opt.step()
+        w.opt.zero_grad()
+        return loss
+
+    return step, nothing
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@captured("`nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, its result logged")
+def _(w):
+    norms = []
+
+    def step(x):
+        F.cross_entropy(w.model(x), w.y).backward()
+        norms.append(nn.utils.clip_grad_norm_(w.model.parameters(), 1.0).item())
+        w.opt.step()
+        w.opt.zero_grad(set_to_none=True)
+
+    return step, lambda: norms
+
+
+@captured("gradients accumulated: `(loss / n).backward()`; `if (i + 1) % n == 0: opt.step()`")
+def _(w):
+    state = {"i": 0}
+
+    def step(x):
+        (F.cross_entropy(w.model(x), w.y) / 2).backward()
+        if (state["i"] + 1) % 2 == 0:
+            w.opt.step()
+            w.opt.zero_grad()
+        state["i"] += 1
+
+    return step, lambda: state
+
+
+@captured('`scheduler.step()`, `scheduler.get_last_lr()[0]` and `opt.param_groups[0]["lr"]` logged')
+def _(w):
+    scheduler = torch.optim.lr_scheduler.StepLR(w.opt, 2)
+    rates = []
+
+    def step(x):
+        rates.append(w.opt.param_groups[0]["lr"])
+        loss = w.train(x)
+        scheduler.step()
+        print(f"{scheduler.get_last_lr()[0]:.1e}")  # noqa: T201
+        return loss
+
+    return step, lambda: rates
+
+
+@captured('`for group in opt.param_groups: group["lr"] = base * min(1, i / warmup)`')
+def _(w):
+    state = {"i": 0}
+
+    def step(x):
+        state["i"] += 1
+        for group in w.opt.param_groups:
+            group["lr"] = 0.1 * state["i"] / 10
+        return w.train(x)
+
+    return step, lambda: state
+
+
+@captured("an average of weights: `for p, q in zip(...): q.lerp_(p, 0.1)`")
+def _(w):
+    mean = nn.Linear(3, 2)
+
+    def step(x):
+        loss = w.train(x)
+        with torch.no_grad():
+            for p, q in zip(w.model.parameters(), mean.parameters(), strict=True):
+                q.lerp_(p, 0.1)
+        return loss
+
+    return step, lambda: [*mean.parameters()]
+
+
+@captured("`target.load_state_dict(model.state_dict())`")
+def _(w):
+    target = nn.Linear(3, 2)
+
+    def step(x):
+        loss = w.train(x)
+        target.load_state_dict(w.model.state_dict())
+        return loss
+
+    return step, lambda: [*target.parameters()]
+
+
+@captured("`model.train()`, `model.eval()`, `with torch.no_grad():`, `@torch.no_grad()`")
+def _(w):
+    @torch.no_grad()
+    def evaluate(x):
+        w.model.eval()
+        return (w.model(x).argmax(1) == w.y).float().mean()
+
+    def step(x):
+        accuracy = evaluate(x)
+        w.model.train()
+        return w.train(x), accuracy
+
+    return step, nothing
+
+
+@captured("`with torch.autocast(...)`, a `GradScaler` that is off")
+def _(w):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def step(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(w.model(x).float(), w.y)
+        scaler.scale(loss).backward()
+        scaler.step(w.opt)
+        scaler.update()
+        w.opt.zero_grad()
+        return loss
+
+    return step, nothing
+
+
+@captured("gradient penalty: `torch.autograd.grad(out.sum(), x, create_graph=True)`")
+def _(w):
+    def step(x):
+        x = x.detach().requires_grad_()
+        out = torch.tanh(w.model(x))
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = out.mean() + (grad.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        w.opt.step()
+        w.opt.zero_grad()
+        return loss
+
+    return step, nothing
+
+
+@captured("two optimizers in turn, `critic(out.detach())` for the first")
+def _(w):
+    critic = nn.Linear(2, 1)
+    opt = torch.optim.Adam(critic.parameters(), 0.01)
+
+    def step(x):
+        out = w.model(x)
+        opt.zero_grad()
+        loss = critic(out.detach()).mean()
+        loss.backward()
+        opt.step()
+        w.opt.zero_grad()
+        own = -critic(out).mean()
+        own.backward()
+        w.opt.step()
+        return loss, own
+
+    return step, lambda: [*critic.parameters()]
+
+
+@captured("`sum(p.numel() for p in model.parameters())`, `sum(p.abs().sum() for p in ...)` in the loss")
+def _(w):
+    def step(x):
+        count = sum(p.numel() for p in w.model.parameters())
+        loss = F.cross_entropy(w.model(x), w.y) + 1e-3 * sum(p.abs().sum() for p in w.model.parameters()) / count
+        loss.backward()
+        w.opt.step()
+        w.opt.zero_grad()
+        return loss
+
+    return step, nothing
+
+
+@captured("`total = {n: p.grad.norm().item() for n, p in model.named_parameters() if p.grad is not None}`")
+def _(w):
+    def step(x):
+        F.cross_entropy(w.model(x), w.y).backward()
+        norms = {n: p.grad.norm().item() for n, p in w.model.named_parameters() if p.grad is not None}
+        w.opt.step()
+        w.opt.zero_grad()
+        return norms
+
+    return step, nothing
+
+
+@captured("hooks that keep activations: `layer.register_forward_hook(...)`")
+def _(w):
+    kept = {}
+    w.model.register_forward_hook(lambda module, args, out: kept.update(out=out.detach()))
+    return w.train, lambda: kept
+
+
+@captured("a memory bank: `bank[(ptr + torch.arange(n)) % size] = features`, where `ptr` is a tensor")
+def _(w):
+    bank, ptr = torch.zeros(8, 2), torch.zeros((), dtype=torch.long)
+
+    def step(x):
+        loss = w.train(x)
+        bank[(ptr + torch.arange(4)) % 8] = w.model(x).detach()
+        ptr.add_(4).remainder_(8)
+        return loss
+
+    return step, lambda: (bank, ptr)
+
+
+@captured("`metrics.update(n=x.size(0), loss=loss.item())` of a dict")
+def _(w):
+    seen = {}
+
+    def step(x):
+        loss = w.train(x)
+        seen.update(n=x.size(0), loss=loss.item())
+        return loss
+
+    return step, lambda: seen
+
+
+@warned(
+    "`window = deque(maxlen=3)`; `window.append(loss.item())`",
+    "changes window",
+    "`ms.callback(window.append, loss.item())`",
+)
+def _(w):
+    window = deque(maxlen=3)
+
+    def step(x):
+        loss = w.train(x)
+        window.append(loss.item())
+        return loss
+
+    def follow(x):
+        loss = w.train(x)
+        ms.callback(window.append, loss.item())
+        return loss
+
+    return step, follow, lambda: [*window]
+
+
+@warned(
+    "`counts.update(out.argmax(1).tolist())` of a `Counter`",
+    "looks something up by",
+    "`ms.callback(counts.update, out.argmax(1).tolist())`",
+)
+def _(w):
+    counts = Counter()
+
+    def step(x):
+        counts.update(w.model(x).argmax(1).tolist())
+        return w.train(x)
+
+    def follow(x):
+        ms.callback(counts.update, w.model(x).argmax(1).tolist())
+        return w.train(x)
+
+    return step, follow, lambda: counts
+
+
+@warned(
+    "`outputs.append(out.detach())`", "changes outputs", "`ms.callback(outputs.append, out.detach())`, or return it"
+)
+def _(w):
+    outputs = []
+
+    def step(x):
+        outputs.append(w.model(x).detach())
+        return w.train(x)
+
+    def follow(x):
+        ms.callback(outputs.append, w.model(x).detach())
+        return w.train(x)
+
+    return step, follow, lambda: outputs
