@@ -46,6 +46,26 @@ other()  # wrong
 ms.compile(net, colour=1)  # wrong
 ms.step(step, freeze=True)  # wrong
 assert_type(other, Tensor)  # wrong
+step(torch.ones(1))  # wrong
+step(torch.ones(1), y="text")  # wrong
+ms.step(step, mode="reduce-overhead")  # wrong
+ms.step(step, max_graphs="many")  # wrong
+ms.compile(net, shard_optimizer=True)  # wrong
+ms.feed([torch.ones(1)])  # wrong
+ms.feed([torch.ones(1)], "cpu", depth="two")  # wrong
+
+class Trainer:
+    @ms.step
+    def train(self, x: Tensor, scale: float = 1.0) -> Tensor: return x * scale
+
+    @ms.step(strict=True)
+    def two(self, x: Tensor) -> tuple[Tensor, int]: return x, 1
+
+trainer = Trainer()
+assert_type(trainer.train(torch.ones(1), scale=2.0), Tensor)
+assert_type(trainer.two(torch.ones(1)), tuple[Tensor, int])
+assert_type(Trainer.train(trainer, torch.ones(1)), Tensor)
+trainer.train(torch.ones(1)).no_such_method()  # wrong
 """
 
 

@@ -614,8 +614,9 @@ def test_options_of_loaders_and_copies_are_sent_where_they_belong(name, told):
 
 def test_what_is_no_loader_is_named():
     dataset = TensorDataset(torch.randn(4, 2))
-    with pytest.raises(ArgumentError, match="wrong way round"):
-        feed("cpu", DataLoader(dataset))
+    for device in ("cpu", 0, torch.device("cpu")):
+        with pytest.raises(ArgumentError, match="wrong way round"):
+            feed(device, DataLoader(dataset))
     with pytest.raises(ArgumentError, match=r"a dataset .*batch_size=None"):
         feed(dataset, "cpu")
 

@@ -63,6 +63,20 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
 ) -> Any:
     """Capture a whole training step, forward, backward and optimizer, as one graph of fused kernels.
 
+    Written once, above a function that does what one pass of the loop did::
+
+        @ms.step
+        def train_step(x, y):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+
+        for x, y in ms.feed(loader, "cuda"):
+            loss = train_step(x, y)
+
     The modules, optimizers and other tensors that the function uses are found by themselves. After each call they hold
     the new values, so checkpoints, schedulers and evaluation in between work as usual. The first call runs eagerly
     where optimizer state has yet to be made; the next captures.

@@ -151,7 +151,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
         uneven,
         Lengths(pad_to, pad_multiple, pad_value),
     )
-    if isinstance(loader, (str, torch.device)) and isinstance(device, Iterable) and not isinstance(device, str):
+    if isinstance(loader, (str, int, torch.device)) and isinstance(device, Iterable) and not isinstance(device, str):
         raise ArgumentError(
             f"The loader is {loader!r} and the device a {type(device).__name__}: they are the wrong way round. "
             "Call feed(loader, device)."

@@ -14,7 +14,7 @@ import time
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -239,6 +239,10 @@ class Step(Generic[P, R]):
             dynamic=self._dynamic,
         )
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Step[P, R]: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """A step defined in a class is a method."""
         return self if instance is None else types.MethodType(self, instance)
