@@ -30,7 +30,7 @@ def list_cases() -> Iterator[str]:
     yield from (f"lowered-{seed}" for seed in range(COMPILED, ALL))
 
 
-def run_case(case: str, _: str) -> Result:
+def run_case(case: str, device: str) -> Result:  # noqa: ARG001  always the CPU
     """Run one program, and compare it with eager."""
     kind, _, seed = case.partition("-")
     program = make_program(int(seed))

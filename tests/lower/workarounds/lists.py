@@ -10,8 +10,8 @@ from torch._inductor.scheduler import ForeachKernelSchedulerNode, Scheduler
 
 
 @contextmanager
-def lists_as_on_a_gpu():
-    """Here the parts run one after another, the last one first: none may need what another one makes."""
+def lists_as_on_a_gpu(*, is_last_first=True):
+    """Here the parts run one after another, in one order or the other: none may need what another one makes."""
     has, codegen, priority = GraphLowering.has_feature, Scheduler._codegen, CppScheduling.get_fusion_pair_priority
 
     def fuses(which):
@@ -31,8 +31,9 @@ def lists_as_on_a_gpu():
         return 0 if node.is_foreach() or other.is_foreach() else priority(self, node, other)
 
     def codegen_parts(self, nodes):
-        self.nodes = [part for node in nodes for part in _parts(node)]  # where the wrapper looks for each
-        codegen(self, self.nodes)
+        parts = [part for node in nodes for part in _parts(node, is_last_first=is_last_first)]
+        self.nodes = parts  # where the wrapper looks for each
+        codegen(self, parts)
         self.nodes = nodes
 
     with (
@@ -45,10 +46,11 @@ def lists_as_on_a_gpu():
         yield
 
 
-def _parts(node):
+def _parts(node, *, is_last_first):
     if not node.is_foreach():
         return [node]
-    parts = [*reversed(node.get_subkernel_nodes())]
+    parts = node.get_subkernel_nodes()
+    parts = [*(reversed(parts) if is_last_first else parts)]
     for part in parts[:-1]:
         part.last_usage = type(node.last_usage)()
     parts[-1].last_usage = node.last_usage

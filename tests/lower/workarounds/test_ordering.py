@@ -58,12 +58,17 @@ def test_gradients_of_upsampling_are_right(way):
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def train_element_wise(wrap):
-    weights = [nn.Parameter(torch.tensor([1.0, 2.0]) + number) for number in range(2)]
+ORDERS = pytest.mark.parametrize("is_last_first", [False, True])
+
+
+def train_element_wise(wrap, num_weights):
+    weights = [nn.Parameter(torch.tensor([1.0, 2.0]) + number) for number in range(num_weights)]
     optimizer = torch.optim.SGD(weights, 0.1)
 
     def step(x):
-        y = x * weights[0] * 1.5 + weights[1]
+        y = x * 1.5
+        for weight in weights:
+            y = y * weight + 1
         loss = y.square().mean()
         loss.backward()
         optimizer.step()
@@ -71,21 +76,22 @@ def train_element_wise(wrap):
         return loss, y.sum(), y * 2
 
     call = wrap(step)
-    results = [result for number in range(3) for result in call(torch.full((2, 2), number + 1.0))]
+    results = [result for number in range(3) for result in call(torch.full((2, 2), number / 4))]
     return [*results, *(weight.detach() for weight in weights)]
 
 
-def test_what_reads_parameters_comes_before_their_update():
+@pytest.mark.parametrize("num_weights", [1, 2])
+def test_what_reads_parameters_comes_before_their_update(num_weights):
     with lists_as_on_a_gpu():
-        ours = train_element_wise(lambda step: ms.step(step, strict=True))
-    for our, their in zip(ours, train_element_wise(lambda step: step), strict=True):
+        ours = train_element_wise(lambda step: ms.step(step, strict=True), num_weights)
+    for our, their in zip(ours, train_element_wise(lambda step: step, num_weights), strict=True):
         torch.testing.assert_close(our, their)
 
 
 def test_a_reader_after_the_update_is_refused(monkeypatch):
     monkeypatch.setenv("MILLSTREAM_WITHOUT", "foreach-reads")
-    with lists_as_on_a_gpu(), pytest.raises(ms.CaptureError, match="reads a value of"):
-        train_element_wise(lambda step: ms.step(step, strict=True))
+    with lists_as_on_a_gpu(), pytest.raises(ms.CaptureError, match="that has been overwritten by then"):
+        train_element_wise(lambda step: ms.step(step, strict=True), 1)
 
 
 def copy_what_both_are_made_from(a, b, c):
@@ -94,11 +100,12 @@ def copy_what_both_are_made_from(a, b, c):
     return difference.sum()
 
 
-def test_items_made_from_one_value_do_not_wait_for_each_other():
+@ORDERS
+def test_items_made_from_one_value_do_not_wait_for_each_other(is_last_first):
     results = []
     for call in (copy_what_both_are_made_from, ms.compile(copy_what_both_are_made_from, strict=True)):
         state = [torch.arange(8.0) * number for number in (1, 2, 5)]
-        with lists_as_on_a_gpu():
+        with lists_as_on_a_gpu(is_last_first=is_last_first):
             results.append([call(*state), *state])
     for our, their in zip(*results, strict=True):
         assert torch.equal(our, their)
@@ -112,7 +119,8 @@ def test_items_that_wait_for_each_other_are_refused(monkeypatch):
         call(*state)
 
 
-def test_random_lists():
-    with lists_as_on_a_gpu():
+@ORDERS
+def test_random_lists(is_last_first):
+    with lists_as_on_a_gpu(is_last_first=is_last_first):
         outcomes = [run(make_program(seed, large=True)) for seed in (151, 407, 458)]
     assert all(outcome.is_captured for outcome in outcomes)

@@ -341,7 +341,7 @@ SHOWN_BY = {
     "pytorch#198270": lambda: test_copies.assert_right([test_copies.flip_what_was_put], "step"),
     "foreach-order": write_lists_in_turn,
     "float-of-size": normalize_batches_of_any_size,
-    "foreach-parts": test_ordering.test_items_made_from_one_value_do_not_wait_for_each_other,
+    "foreach-parts": lambda: test_ordering.test_items_made_from_one_value_do_not_wait_for_each_other(False),
     "foreach-reads": train_parameters_by_each_other,
     "rnn-dropout": lambda: test_recurrence.assert_as_eager(nn.LSTM(3, 4, 2, dropout=0.5)),
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),

@@ -258,10 +258,9 @@ class _Describer:
                 if self._is_rewritten(each) or self.memory(each) in made
             ]
             writes = [
-                Write(self.memory(each), places_of(body, body.indexing_exprs[index]), version)
+                Write(self.memory(each), places_of(body, body.indexing_exprs[index]), self._written(each, name))
                 for each, index in _entries(body, _STORES)
-                if (self._is_rewritten(each) and (version := self._written(each, name)) != OLD)
-                or (self.memory(each) in made and (version := self._written(each, name)) == OLD)
+                if self.memory(each) in made or (self._is_rewritten(each) and self._written(each, name) != OLD)
             ]
         return Operation(name, tuple(reads), tuple(writes), part, _is_users(operation))
 

@@ -55,7 +55,7 @@ def _write_after_readers(write: Callable[..., Any], changed: Any, value: Any, un
     operations = V.graph.operations
     num_before = len(operations)
     result = write(changed, value, unsafe_alias)
-    if unsafe_alias and len(operations) > num_before:  # a new value that is no other's alias is computed last
+    if unsafe_alias and len(operations) > num_before:  # otherwise the new value is copied, which comes last anyhow
         readers = operations[num_before:]
         made_by = value.data.data.get_defining_op() if isinstance(value.data, ir.StorageBox) else None
         if made_by is not None and made_by not in readers:
