@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import fractions
 import functools
+import gc
 import io
 import json
 import operator  # noqa: F401  in the forms
@@ -202,6 +203,32 @@ def test_what_the_step_has_written_or_made_is_no_read():
     assert [each.key for each in recorder.reads if each.holder is vars(box)] == ["n"]
     assert [(each.key, each.value) for each in recorder.writes] == [("v", 1), ("n", 0)]
     assert not [each for each in recorder.reads if each.kind is ITEM and each.key == "v"]
+
+
+def test_what_is_old_or_new_stays_so_when_the_collector_is_at_work():
+    gc.collect()
+    old, young = types.SimpleNamespace(v=1), [types.SimpleNamespace(v=2)]
+
+    def step():
+        kept = [types.SimpleNamespace(v=3) for _ in range(10)]
+        gc.collect(0)
+        gc.collect()
+        late = types.SimpleNamespace(v=4)
+        return [each.v for each in (*kept, old, *young, late)]
+
+    seen = [each.owner for each in record(step).reads if each.kind is ITEM and each.key == "v"]
+    assert seen == [old, *young]
+
+
+def test_all_objects_are_not_gone_through(monkeypatch):
+    generations = []
+    get_objects = gc.get_objects
+    monkeypatch.setattr(
+        gc, "get_objects", lambda generation=None: generations.append(generation) or get_objects(generation)
+    )
+    record(lambda: NS.v)
+    assert generations
+    assert set(generations) == {0}
 
 
 def test_writes_have_their_old_values():

@@ -103,13 +103,10 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """What this thread runs within the context is recorded."""
-        objects = gc.get_objects()  # held for as long as it takes, or others could have their ids
         try:
-            with self._session:
+            with _ids_of_new() as self._new, self._session:
                 yield
         finally:
-            self._new = {*map(id, gc.get_objects())} - {*map(id, objects)}
-            del objects
             for each in self._roots:
                 self._add_before(each)
             for read in self._reads.values():
@@ -363,6 +360,31 @@ class Recorder:
         for each in found:
             if not is_a(each[0], Tensor):
                 yield each
+
+
+@contextmanager
+def _ids_of_new() -> Iterator[set[int]]:
+    """The ids of what the collector comes to know within the context, whole at its end.
+
+    New objects are in its youngest generation until it is at work: so that is all that is looked at, before each time
+    and at the end, and not everything that there is. What has died meanwhile may be among them.
+    """
+    young = gc.get_objects(generation=0)  # held for as long as it takes, or new ones could have their ids
+    known = {*map(id, young)}
+    new: set[int] = set()
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            new.update(map(id, gc.get_objects(generation=0)))
+
+    gc.callbacks.append(note)
+    try:
+        yield new
+    finally:
+        gc.callbacks.remove(note)
+        new.update(map(id, gc.get_objects(generation=0)))
+        new -= known
+        del young
 
 
 _IS_HEAP_TYPE = 1 << 9  # of a class's flags: made by a class statement, or by a module in C that could be one
