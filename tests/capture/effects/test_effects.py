@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import logging
 import math
@@ -896,3 +897,31 @@ def test_icons_of_a_font_stand_beside_numbers_that_change(capsys):
         step(torch.ones(2, 4), n)
     assert step.graphs
     assert capsys.readouterr().out.splitlines() == [f"\U000f012c {n}" for n in range(4)]
+
+
+def test_what_the_collector_finalizes_while_a_step_is_traced_is_no_part_of_it(capsys):
+    """A progress bar that nobody holds closes itself so."""
+
+    class Bar:
+        def __init__(self):
+            self.itself, self.weights = self, torch.ones(2)
+
+        def __del__(self):
+            print("closed at", self.weights.sum().item())
+
+    bench = Bench()
+
+    def train(x, n):
+        gc.collect()  # as Python does at any moment
+        print(f"n is {n}")
+        return bench.train(x)
+
+    step = Step(train, build=interpret, strict=True)
+    for n in range(4):
+        Bar()
+        step(torch.ones(2, 4), n)
+        gc.collect()
+    assert step.graphs
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("n")] == [f"n is {n}" for n in range(4)]
+    assert lines.count("closed at 2.0") == len(lines) - 4 == 4

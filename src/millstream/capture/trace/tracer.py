@@ -124,6 +124,7 @@ from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.conversions import Conversions, can_be_seen
 from millstream.capture.trace.patches.data_parallel import TracedSession
+from millstream.capture.trace.patches.finalizers import finalizers_apart
 from millstream.capture.trace.patches.numbers import json_takes_scalars, math_takes_scalars
 from millstream.capture.trace.patches.optimizers import (
     SparedGradients,
@@ -253,6 +254,7 @@ class _Tracer:
                 no_compiled_modules(),
                 plain_recurrence(),
                 failures_unlogged(),
+                finalizers_apart(self.recorder),
                 become_fake([*state, *before, *request.arguments], self.mode, request.host_scalars, fakes) as self.kind,
                 self.mode,
                 calculated_by(unwatched) if self.sizes is not None else contextlib.nullcontext(),
