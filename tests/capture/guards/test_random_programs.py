@@ -16,7 +16,7 @@ FUZZ = int(os.environ.get("MILLSTREAM_FUZZ", "0"))
 # Processes that share a run must collect the same tests.
 RUN = int(os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid4().hex), 16) % 10**9
 SEED = int(os.environ.get("MILLSTREAM_FUZZ_SEED", RUN)) if FUZZ else 0
-SHARD = 100
+SHARD = 100 if FUZZ else 50
 CAPTURED = 0.7
 """Of the programs at least so many are captured and never fall back, or falling back would always win."""
 
