@@ -257,12 +257,18 @@ def first_line(text: str) -> str:
     return line if len(line) <= 300 else line[:297] + "..."
 
 
+def load() -> None:
+    """Find the operators, and have the compiler try the machine's vector instructions once, before cases fork."""
+    operators()
+    ms.compile(torch.exp, engine="serial")(torch.ones(64))
+
+
 SWEEP = Sweep(
     "benchmarks.sweeps.opinfo",
     "OpInfo: PyTorch's operators through `ms.compile` on the CPU",
     lambda: [*operators()],
     run_case,
-    load=operators,
+    load=load,
 )
 
 if __name__ == "__main__":
