@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
+from pathlib import Path
 from types import CodeType, MappingProxyType, TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -156,6 +157,16 @@ def skip_frames(traceback: TracebackType | None, own: Set[CodeType]) -> Tracebac
     while traceback is not None and traceback.tb_frame.f_code in own:
         traceback = traceback.tb_next
     return traceback
+
+
+def check_folder(path: Path) -> None:
+    """See that a file can be written before what it is to hold is made.
+
+    Raises:
+        ArgumentError: Its folder is not there.
+    """
+    if not (folder := path.resolve().parent).is_dir():
+        raise ArgumentError(f"cannot write {path}: there is no folder {folder}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

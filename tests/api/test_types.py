@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 USE = """
-from typing import assert_type
+from typing import Any, assert_type
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 import millstream as ms
+from millstream.data import Feed
 
 class Net(nn.Module):
     def predict(self) -> int: return 1
@@ -66,6 +68,47 @@ assert_type(trainer.train(torch.ones(1), scale=2.0), Tensor)
 assert_type(trainer.two(torch.ones(1)), tuple[Tensor, int])
 assert_type(Trainer.train(trainer, torch.ones(1)), Tensor)
 trainer.train(torch.ones(1)).no_such_method()  # wrong
+
+class Pairs(Dataset[tuple[Tensor, Tensor]]): ...
+
+loader = DataLoader(Pairs(), batch_size=4)
+assert_type(ms.feed(loader, "cpu"), Feed[tuple[Tensor, Tensor]])
+for images, labels in ms.feed(loader, "cpu", 3, pad_last=True):
+    assert_type(labels, Tensor)
+with ms.feed([{"x": torch.ones(1)}], torch.device("cpu")) as fed:
+    for batch in fed: assert_type(batch, dict[str, Tensor])
+    fed.stats().no_such_share  # wrong
+
+def number_of() -> int: return 1
+def first(batch: tuple[Tensor, Tensor]) -> Tensor: return batch[0]
+
+assert_type(ms.feed(loader, "cpu", transform=first), Feed[Tensor])
+for image in ms.feed(loader, "cpu"): step(image, image)  # wrong
+ms.feed(loader, "cpu", transform=3)  # wrong
+ms.feed(loader, "cpu", pad_last=True, batch_size=3)  # wrong
+ms.feed("cpu", loader)  # wrong
+
+assert_type(ms.fetch({"loss": torch.ones(1)}).result(), dict[str, Any])
+assert_type(ms.fetch([torch.ones(1)], step=3).result(), list[Any])
+assert_type(ms.fetch(1.5).result(), float)
+mean: float = ms.fetch(torch.ones(())).result()
+text: str = ms.fetch(1.5).result()  # wrong
+ms.fetch(torch.ones(1), callback=3)  # wrong
+
+async def wait() -> list[Any]: return await ms.fetch([torch.ones(1)])
+
+with ms.streams(2) as s:
+    assert_type(s[1].mm(torch.ones(1, 1), torch.ones(1, 1)), Tensor)
+    assert_type(s[0](f, torch.ones(1), 3), Tensor)
+    assert_type(s.run([number_of, number_of]), list[int])
+    values, indices = s[1].max(torch.ones(1), 0)
+    with s[1]: s.join()
+    s[1].mm(torch.ones(1, 1), 3)  # wrong
+    s[1](f, torch.ones(1))  # wrong
+    s.run(3)  # wrong
+with ms.profile() as profile: profile.save("why.html")
+profile.save(3)  # wrong
+ms.explain(other).no_such_attribute  # wrong
 """
 
 

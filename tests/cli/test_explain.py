@@ -64,6 +64,10 @@ def test_script_that_ends_early_is_explained(end, tmp_path, capsys):
         ("absent.py:step", "cannot read absent.py: No such file"),
         ("run.py:other", "run.py has no global 'other'; compiled there: step"),
         ("run.py:trainer.other", "run.py:trainer.other: 'Trainer' object has no attribute 'other'"),
+        (
+            "other",
+            "'other' is nothing to explain: give SCRIPT.py:OBJECT, as in train.py:train_step, or one of char-rnn",
+        ),
         ("run.py:model", "Expected what ms.compile or ms.step returned, got Linear"),
     ],
 )
@@ -78,5 +82,9 @@ def test_wrong_target(target, message, capsys):
 def test_a_picture_that_cannot_be_saved_is_refused_before_the_script_runs(file, message, tmp_path, capsys):
     script = tmp_path / "long.py"
     script.write_text("raise AssertionError('it ran')\n", encoding="utf-8")
-    assert main(["explain", f"{script}:step", "--save", str(tmp_path / file)]) == command.EXIT_BAD_INPUT
-    assert message in capsys.readouterr().err
+    for order in (
+        [f"{script}:step", "--save", str(tmp_path / file)],
+        ["--save", str(tmp_path / file), f"{script}:step"],
+    ):
+        assert main(["explain", *order]) == command.EXIT_BAD_INPUT
+        assert message in capsys.readouterr().err

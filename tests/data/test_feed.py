@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import itertools
 import os
 import threading
 import traceback
@@ -103,6 +104,23 @@ def test_all_kinds_of_iterables(make_feed):
     assert values(once) == []  # an iterator ends once and for all
     with pytest.raises(TypeError):
         len(once)
+
+
+def test_a_sequence_that_never_ends_does_not_exceed_its_length(make_feed):
+    class Endless:
+        def __getitem__(self, i):
+            return torch.tensor([float(i)])
+
+    class Bounded(Endless):
+        def __len__(self):
+            return 3
+
+    assert values(itertools.islice(make_feed(Endless()), 5)) == [*range(5)]
+    passing = iter(make_feed(Bounded()))
+    assert [next(passing).item() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(FeedError, match=r"Bounded has a len\(\) of 3, and still an item 3.*IndexError"):
+        next(passing)
+    assert list(passing) == []
 
 
 def test_a_data_loader_epoch_by_epoch(make_feed):

@@ -619,6 +619,8 @@ def test_what_is_no_loader_is_named():
             feed(device, DataLoader(dataset))
     with pytest.raises(ArgumentError, match=r"a dataset .*batch_size=None"):
         feed(dataset, "cpu")
+    with pytest.raises(ArgumentError, match=r"the text 'data/train'.*expected a DataLoader"):
+        feed("data/train", "cpu")
 
 
 def test_a_feed_that_casts_can_be_pickled():

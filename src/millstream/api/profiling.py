@@ -14,7 +14,7 @@ from millstream.capture.step.step import Step
 from millstream.data.feeding import _Pass
 from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.exchange import Exchange
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, check_folder
 from millstream.insight import Findings, analyse
 from millstream.insight.syncs import SyncFindings
 from millstream.report.idle import syncs, to_page, to_picture, to_text, to_trace
@@ -73,9 +73,10 @@ class Profile:
                 (data, to be compared), or ``.trace.json`` (for ui.perfetto.dev).
 
         Raises:
-            ArgumentError: The suffix is another one.
+            ArgumentError: The suffix is another one, or the folder is not there.
         """
         path, found = Path(path), self._known()
+        check_writable(path)
         path.write_text(_writer_for(path)(found), encoding="utf-8")
 
     def _known(self) -> Findings:
@@ -101,8 +102,7 @@ def _writer_for(path: Path) -> Callable[[Findings], str]:
 def check_writable(path: str | Path) -> None:
     """Raise ``ArgumentError`` where a report cannot go, before a long run."""
     _writer_for(Path(path))
-    if not Path(path).resolve().parent.is_dir():
-        raise ArgumentError(f"cannot write {path}: there is no folder {Path(path).resolve().parent}")
+    check_folder(Path(path))
 
 
 @overload

@@ -171,9 +171,12 @@ class Compiler:
         failure = describe_failure(error)
         if self.strict or isinstance(error, ArgumentError):  # a wrong argument is nothing to work around
             raise (
-                error if isinstance(error, MillstreamError) else CaptureError(f"{failure.reason}.", where=failure.where)
+                error
+                if isinstance(error, MillstreamError)
+                else CaptureError(f"{failure.reason}.", where=failure.where, remedy=failure.remedy)
             ) from error
-        self.warn(f"a graph runs {instead}, because it could not be lowered ({failure}).")
+        told = f"a graph runs {instead}, because it could not be lowered ({failure})."
+        self.warn(f"{told} {failure.remedy}".rstrip())
 
     def _release_oldest(self) -> None:
         for graph in sorted(self.graphs, key=lambda graph: graph.last_used)[: -self.max_graphs]:

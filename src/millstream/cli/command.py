@@ -26,6 +26,10 @@ SCRIPT_COMMANDS = (
     "simulate",
 )  # options, a script, and all that follows is the script's own
 WITH_VALUE = ("--save", "--fail-if", "--devices", "--network", "--per-host", "--fit")
+JOBS = {
+    "char-rnn": "a character LSTM, written as a custom cell, on text",
+    "digits": "a convolutional network with BatchNorm on scikit-learn's digits",
+}
 MAX_SEED = 2**32 - 1  # leaves room to mix an epoch into the 64 bits that PyTorch takes
 
 
@@ -39,19 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0, 1 when compiled and eager losses disagree or the doctor found something broken, 2 for bad
         input and sizes for which memory is too short, 130 when interrupted.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    end = len(argv)
-    if len(argv) > 1 and argv[0] == "explain" and argv[1].partition(":")[0].endswith(".py"):
-        argv = ["explain", "script", *argv[1:]]
-        # The script's own arguments stand last; argparse would end their list at the first option before them.
-        end = argv.index("--") if "--" in argv else len(argv)
-    if argv and argv[0] in SCRIPT_COMMANDS:
-        end = _end_of_options(argv)
-        own = argparse.Namespace(target=argv[end] if end < len(argv) else "", arguments=argv[end + 1 :])
-        arguments = make_parser().parse_args(argv[:end], own)
-    else:
-        arguments = make_parser().parse_args(argv[:end], argparse.Namespace(arguments=argv[end + 1 :], argv=argv))
     try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
         return arguments.run(arguments)
     except ArgumentError as error:
         print(f"millstream: error: {error}", file=sys.stderr)
@@ -64,6 +57,36 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("millstream: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    end = len(argv)
+    if argv[:1] == ["explain"] and _names_script(argv[1:]):
+        argv = ["explain", "script", *argv[1:]]
+        # The script's own arguments stand last; argparse would end their list at the first option before them.
+        end = argv.index("--") if "--" in argv else len(argv)
+    if argv and argv[0] in SCRIPT_COMMANDS:
+        end = _end_of_options(argv)
+        own = argparse.Namespace(target=argv[end] if end < len(argv) else "", arguments=argv[end + 1 :])
+        return make_parser().parse_args(argv[:end], own)
+    return make_parser().parse_args(argv[:end], argparse.Namespace(arguments=argv[end + 1 :], argv=argv))
+
+
+def _names_script(argv: list[str]) -> bool:
+    """Whether arguments of ``explain`` are about a script: its own ones stand after ``--``.
+
+    Raises:
+        ArgumentError: They are neither about a script nor a job.
+    """
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    if any(each.partition(":")[0].endswith(".py") for each in own):
+        return own[0] != "script"
+    if own and not own[0].startswith("-") and own[0] not in (*JOBS, "script"):
+        raise ArgumentError(
+            f"{own[0]!r} is nothing to explain: give SCRIPT.py:OBJECT, as in train.py:train_step, or one of "
+            f"{', '.join(JOBS)}."
+        )
+    return False
 
 
 def _end_of_options(argv: list[str]) -> int:
@@ -106,11 +129,8 @@ def make_parser() -> argparse.ArgumentParser:
     for command, run, add_options in ((train, _train, _add_train_options), (explain, _explain, _add_explain_options)):
         what = "SCRIPT.py:OBJECT or JOB" if command is explain else "JOB"
         jobs = command.add_subparsers(metavar=what, dest="job", required=True)
-        for name, text, add_sizes in (
-            ("char-rnn", "a character LSTM, written as a custom cell, on text", _add_char_rnn_sizes),
-            ("digits", "a convolutional network with BatchNorm on scikit-learn's digits", _add_digits_sizes),
-        ):
-            job = jobs.add_parser(name, help=text, description=f"{command.prog} {name}: {text}.")
+        for name, add_sizes in (("char-rnn", _add_char_rnn_sizes), ("digits", _add_digits_sizes)):
+            job = jobs.add_parser(name, help=JOBS[name], description=f"{command.prog} {name}: {JOBS[name]}.")
             job.set_defaults(run=run)
             job.add_argument("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
             seed = _number(int, 0, MAX_SEED)

@@ -14,7 +14,7 @@ from typing import Any
 import millstream as ms
 from millstream.api import is_compiled
 from millstream.cli.training.job import Job
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, check_folder
 from millstream.report.explanation import writer_for
 
 STEPS_UNTIL_CAPTURED = 2  # the first step initialises the optimizer, the second is captured
@@ -117,8 +117,7 @@ def _told(compiled: list[str]) -> str:
 def _check(show: Showing) -> None:
     if show.save:
         writer_for(show.save)
-        if not show.save.resolve().parent.is_dir():
-            raise ArgumentError(f"cannot write {show.save}: there is no folder {show.save.resolve().parent}")
+        check_folder(show.save)
 
 
 def _show(compiled: Any, show: Showing) -> int:

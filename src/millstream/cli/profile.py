@@ -14,7 +14,7 @@ from pathlib import Path
 from millstream.api.profiling import Profile, check_writable
 from millstream.cli.exits import EXIT_CONDITION, EXIT_FAILED
 from millstream.cli.running import run_script
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, check_folder
 from millstream.insight.ranks import merge
 from millstream.report.idle import SLOWER, Condition, compare, ranks, syncs
 from millstream.trace import SyncTrace
@@ -148,8 +148,8 @@ def merge_files(paths: list[Path]) -> int:
 
 def list_syncs(target: str, arguments: list[str], *, as_module: bool, save: Path | None) -> int:
     """Run a script and list what makes its host wait for the device; returns the script's exit code."""
-    if save is not None and not save.resolve().parent.is_dir():
-        raise ArgumentError(f"cannot write {save}: there is no folder {save.resolve().parent}")
+    if save is not None:
+        check_folder(save)
     trace = SyncTrace(follows_threads=True)
     with trace:
         code = run_script(target, arguments, as_module=as_module)

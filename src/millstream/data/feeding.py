@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast, overload
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from millstream._torch.distributed.data_parallel import is_distributed_run
 from millstream.data.generators import DrawWatch
@@ -33,6 +33,24 @@ from millstream.device import Place, context
 from millstream.errors import ArgumentError, FeedError, names_are_suggested
 
 Device = str | int | torch.device | Place
+T = TypeVar("T")
+U = TypeVar("U")
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict  # whose dicts may be closed
+
+    class Settings(TypedDict, total=False, closed=True):
+        """What ``feed`` may be told by name; see there."""
+
+        max_bytes: int | None
+        cast: torch.dtype | None
+        channels_last: bool
+        pad_last: bool
+        pad_to: int | Sequence[int] | None
+        pad_multiple: int | None
+        pad_value: Value | Mapping[str, Value]
+        prefetch: bool
+        uneven: str | None
 
 
 _OF_LOADERS = "batch_size shuffle sampler batch_sampler num_workers collate_fn drop_last persistent_workers".split()
@@ -72,6 +90,22 @@ class Options:
             raise ArgumentError(f"uneven={self.uneven!r} is none of {', '.join(map(repr, CHOICES))}, nor None.")
 
 
+@overload
+def feed(
+    loader: DataLoader[T], device: Device, depth: int = 2, *, transform: None = None, **settings: Unpack[Settings]
+) -> Feed[T]: ...
+@overload
+def feed(
+    loader: DataLoader[T], device: Device, depth: int = 2, *, transform: Callable[[T], U], **settings: Unpack[Settings]
+) -> Feed[U]: ...
+@overload
+def feed(
+    loader: Iterable[T], device: Device, depth: int = 2, *, transform: None = None, **settings: Unpack[Settings]
+) -> Feed[T]: ...
+@overload
+def feed(
+    loader: Iterable[T], device: Device, depth: int = 2, *, transform: Callable[[T], U], **settings: Unpack[Settings]
+) -> Feed[U]: ...
 @names_are_suggested(_ELSEWHERE)
 def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     loader: Iterable[Any],
@@ -88,7 +122,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     pad_value: Value | Mapping[str, Value] = 0,
     prefetch: bool = True,
     uneven: str | None = None,
-) -> Feed:
+) -> Feed[Any]:
     """Iterate over the batches of ``loader``, with their tensors on ``device``.
 
     A thread pulls batches ahead, stages their tensors in pinned memory and has them copied on a stream of their own, so
@@ -156,6 +190,11 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
             f"The loader is {loader!r} and the device a {type(device).__name__}: they are the wrong way round. "
             "Call feed(loader, device)."
         )
+    if isinstance(loader, str | bytes):
+        raise ArgumentError(
+            f"The loader is the text {loader!r}, of which each letter would be a batch; expected a DataLoader, a list, "
+            "a generator or the like."
+        )
     if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
         raise ArgumentError(
             f"The loader is a dataset ({type(loader).__name__}), which has single samples: give feed() a "
@@ -169,7 +208,7 @@ def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     return Feed(loader, Place.of(device), options)
 
 
-class Feed:
+class Feed(Generic[T]):
     """Device batches of a loader; see ``feed``, which makes it.
 
     Every ``iter`` begins a new pass over the loader. There is one pass at a time: a new one ends the last, because two
@@ -184,7 +223,7 @@ class Feed:
 
     _closed = True  # where an interrupt has met ``__init__``
 
-    def __init__(self, loader: Iterable[Any], place: Place, options: Options) -> None:
+    def __init__(self, loader: Iterable[T], place: Place, options: Options) -> None:
         self.loader, self.place = loader, place
         self.depth = options.depth
         self._options = options
@@ -196,7 +235,7 @@ class Feed:
         self._engine = _Engine()
         self._closed = False
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         """Begin a pass.
 
         Raises:
@@ -336,7 +375,7 @@ class Feed:
         """Number of batches of a whole pass, if the loader knows it."""
         return len(cast("Sized", self.loader))
 
-    def __enter__(self) -> Feed:
+    def __enter__(self) -> Feed[T]:
         return self
 
     def __exit__(
@@ -433,7 +472,7 @@ class _Pass(Iterator[Any]):
 
     _run: Run | None = None  # also where an interrupt has met ``__init__``
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed[Any]) -> None:
         self._feed = feed
         self.handle = _Handle()
         self._next: Callable[[], Any] = self._begin_and_ask

@@ -273,7 +273,7 @@ class Source:
         if stateful is not None and state is not None:
             stateful.load_state_dict(state)
             self._skip = 0
-        iterator = iter(loader)
+        iterator: Any = _iterate(loader)
         self.is_own_iterator = iterator is loader
         if stateful is None and not self.is_own_iterator and is_stateful(iterator):
             stateful = iterator
@@ -413,6 +413,34 @@ class Source:
         self._starting.close()
         self._iterator = None
         self.take = _no_state
+
+
+def _iterate(loader: Any) -> Iterator[Any]:
+    """What ``iter`` gives.
+
+    Of a sequence without ``__iter__`` Python does not ask for the length, but for items until it raises ``IndexError``:
+    one that never does would go on for ever.
+    """
+    kind = type(loader)
+    is_bounded = hasattr(kind, "__len__") and not hasattr(kind, "__iter__")
+    return _Items(loader) if is_bounded else iter(loader)
+
+
+class _Items(Iterator[Any]):
+    """The items of a sequence without ``__iter__``, which may not be more than it has."""
+
+    def __init__(self, sequence: Any) -> None:
+        self._sequence, self._items, self._count = sequence, iter(sequence), 0
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        if self._count >= (length := len(self._sequence)):
+            raise FeedError(
+                f"The {type(self._sequence).__name__} has a len() of {length}, and still an item {self._count}: a loop "
+                "over it has no end. Let its __getitem__ raise IndexError there, or give it an __iter__."
+            )
+        self._count += 1
+        return item
 
 
 def _describe(size: tuple[int | None, int | None]) -> str:

@@ -183,9 +183,7 @@ def build(
         ArgumentError: ``engine`` has no such name, or the memory budget is too small for one stream.
         PlanError: The plan would race; a bug, found before anything ran.
     """
-    engine = os.environ.get("MILLSTREAM_ENGINE") or engine
-    if engine is not None and engine not in ENGINES:
-        raise ArgumentError(f"Unknown engine {engine!r}; choose one of {', '.join(map(repr, ENGINES))}, or none.")
+    engine = engine_asked(engine)
     scheduling = with_environment(scheduling or Scheduling())
     plan = plan_serial(lowered.program.graph)
     budget = scheduling.budget_bytes(plan)
@@ -262,6 +260,20 @@ def streams_engine(lowered: Lowered, scheduling: Scheduling) -> StreamsEngine:
     plan = plan_graph(graph, Roofline().estimate(graph), scheduling.streams or 4, policy, memory_bytes=budget)
     check_plan(plan)
     return StreamsEngine(lowered, plan, context(next(iter(lowered.program.devices))))
+
+
+def engine_asked(engine: str | None) -> str | None:
+    """Let ``MILLSTREAM_ENGINE`` say which engine.
+
+    Raises:
+        ArgumentError: It has no such name, or ``engine`` has none.
+    """
+    told, choice = os.environ.get("MILLSTREAM_ENGINE"), ", ".join(map(repr, ENGINES))
+    if told and told not in ENGINES:
+        raise ArgumentError(f"MILLSTREAM_ENGINE={told!r} is no engine; choose one of {choice}, or unset it.")
+    if engine is not None and engine not in ENGINES:
+        raise ArgumentError(f"Unknown engine {engine!r}; choose one of {choice}, or None.")
+    return told or engine
 
 
 def with_environment(scheduling: Scheduling) -> Scheduling:

@@ -18,6 +18,7 @@ from millstream.lower.translate import source_line
 from millstream.lower.workarounds import WORKAROUNDS
 
 _PASSES = ("_inductor/fx_passes/", "_inductor/pattern_matcher")
+_COMPILER = "Install g++ or clang, or name one in CXX; `millstream doctor` says what is found."
 _KERNELS = ("_inductor/scheduler", "_inductor/codegen/", "_inductor/loop_body", "_inductor/sizevars")
 
 
@@ -28,10 +29,12 @@ class Failure:
     Attributes:
         reason: What was raised, and on which operator, in one line.
         where: The user's line that the operator comes from, or an empty string.
+        remedy: What to do about it, if that is known.
     """
 
     reason: str
     where: str
+    remedy: str = ""
 
     def __str__(self) -> str:
         return f"{self.reason}, at {self.where}" if self.where else self.reason
@@ -39,6 +42,9 @@ class Failure:
 
 def describe_failure(error: Exception) -> Failure:
     """Say in one line what was raised, on which operator, and where it was reported; and from which line that comes."""
+    if type(error).__name__ == "InvalidCxxCompiler":  # a class of a private module; no operator is to blame
+        tried = ", ".join(str(each) for each in torch._inductor.config.cpp.cxx if each) or "none"
+        return Failure(f"no C++ compiler works here (tried: {tried}), and kernels for the CPU need one", "", _COMPILER)
     text = f"{type(error).__name__}: {first_line(str(error))}".removesuffix(": ")
     if isinstance(error, MillstreamError) or not _passes(error, ("torch/_inductor/", "torch/_functorch/")):
         return Failure(text, "")

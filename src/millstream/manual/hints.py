@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from millstream._torch.compiler.hints import annotate_stream, current_stream_hint
 from millstream.errors import ArgumentError
-from millstream.manual.operators import look_up
+from millstream.manual.operators import Functions, look_up
 from millstream.manual.session import scope_is_over
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class HintedScope:
@@ -42,7 +45,7 @@ class HintedScope:
             raise scope_is_over()
         return HintedHandle(self._names[index % self.num_streams])
 
-    def run(self, branches: Iterable[Callable[[], Any]]) -> list[Any]:
+    def run(self, branches: Iterable[Callable[[], R]]) -> list[R]:
         """Call functions without arguments, each noted as written for a stream; return the results."""
         return [self[position](branch) for position, branch in enumerate(branches)]
 
@@ -67,7 +70,7 @@ class HintedStreams:
         self._scope.__exit__()
 
 
-class HintedHandle:
+class HintedHandle(Functions):
     """One stream of a ``HintedScope``."""
 
     def __init__(self, name: str) -> None:
@@ -83,7 +86,7 @@ class HintedHandle:
 
         return run
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call any function, noted as written for this stream."""
         with annotate_stream(self._name):
             return function(*args, **kwargs)

@@ -6,12 +6,37 @@ import enum
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from millstream._torch.operators import is_composite, names_of_overloads
+
+if TYPE_CHECKING:
+
+    class Functions:
+        """What type checkers know of ``s[1].mm``: the functions used most by their types, others as any function."""
+
+        mm = staticmethod(torch.mm)
+        bmm = staticmethod(torch.bmm)
+        matmul = staticmethod(torch.matmul)
+        add = staticmethod(torch.add)
+        mul = staticmethod(torch.mul)
+        cat = staticmethod(torch.cat)
+        stack = staticmethod(torch.stack)
+        einsum = staticmethod(torch.einsum)
+        linear = staticmethod(F.linear)
+        relu = staticmethod(F.relu)
+        gelu = staticmethod(F.gelu)
+        silu = staticmethod(F.silu)
+        softmax = staticmethod(F.softmax)
+        layer_norm = staticmethod(F.layer_norm)
+        cross_entropy = staticmethod(F.cross_entropy)
+        scaled_dot_product_attention = staticmethod(F.scaled_dot_product_attention)
+
+else:
+    Functions = object
 
 
 class Effect(enum.Enum):

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -14,9 +14,11 @@ from millstream._torch.operators import is_being_traced
 from millstream.device import MAX_STREAMS, DeviceContext, Place, Stream, context
 from millstream.errors import ArgumentError, StreamError
 from millstream.manual.hints import HintedScope
-from millstream.manual.operators import find_function, look_up
+from millstream.manual.operators import Functions, find_function, look_up
 from millstream.manual.session import Session, find_session, open_session, scope_is_over
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Device: TypeAlias = DeviceContext | Place | torch.device | str | int | None
 
 
@@ -149,7 +151,7 @@ class Scope(AbstractContextManager["Scope"]):
             handle = self._handles[position] = StreamHandle(self, self._session, self._indices[position])
         return handle
 
-    def run(self, branches: Iterable[Callable[[], Any]]) -> list[Any]:
+    def run(self, branches: Iterable[Callable[[], R]]) -> list[R]:
         """Call functions without arguments, the first on stream 0, the next on stream 1 and so on; return the results.
 
         What a function raises is raised here, once, when the earlier ones are issued; later ones are not called.
@@ -178,7 +180,7 @@ class Scope(AbstractContextManager["Scope"]):
         self._session.wait(index, tensors)
 
 
-class StreamHandle:
+class StreamHandle(Functions):
     """One stream of a scope: ``with s[1]:``, ``s[1].mm(a, b)``, ``s[1](function, a, b)``.
 
     Its attributes are the functions of ``torch.nn.functional`` and ``torch``.
@@ -193,7 +195,7 @@ class StreamHandle:
         self.__dict__[name] = call  # looked up once in a scope
         return call
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call any function on this stream, which first waits for the tensors among its arguments."""
         if self._scope._session is None:
             raise scope_is_over()
@@ -248,7 +250,7 @@ class SerialScope(AbstractContextManager["SerialScope"]):
             _bad_index(index)
         return _HERE
 
-    def run(self, branches: Iterable[Callable[[], Any]]) -> list[Any]:
+    def run(self, branches: Iterable[Callable[[], R]]) -> list[R]:
         """Call functions one after another; return the results."""
         return [_run_branch(self[position], position, branch) for position, branch in enumerate(branches)]
 
@@ -263,7 +265,7 @@ class SerialScope(AbstractContextManager["SerialScope"]):
             raise scope_is_over()
 
 
-class SerialHandle:
+class SerialHandle(Functions):
     """The only stream there is."""
 
     __slots__ = ()
@@ -271,7 +273,7 @@ class SerialHandle:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return look_up(name)
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function."""
         return function(*args, **kwargs)
 

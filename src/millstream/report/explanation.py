@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, check_folder
 from millstream.report.communication import CommunicationReport
 from millstream.report.details import sections_of
 from millstream.report.pictures.html import to_html
@@ -92,11 +92,12 @@ class Explanation:
                 simulate`` reads what a data-parallel step would take on other numbers of devices).
 
         Raises:
-            ArgumentError: The suffix is another one, or there is no run to draw: nothing is compiled, or neither costs
-                nor a trace of it are known.
+            ArgumentError: The suffix is another one, the folder is not there, or there is no run to draw: nothing is
+                compiled, or neither costs nor a trace of it are known.
         """
         path = Path(path)
         write = writer_for(path)
+        check_folder(path)
         pictures = [picture for each in (*self.communication, *self.programs) for picture in each.pictures()]
         if not pictures:
             why = "its kernels' times are not known" if self.programs else "nothing of it is compiled: call it first"

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from millstream.device import DeviceContext, Stream, StreamMarker, wait_until_re
 from millstream.device.drivers.base import Copies
 from millstream.errors import DeviceError, FeedError
 from millstream.results.pool import PoolClosed, ResultPool
-from millstream.results.result import Fetched, Result, bring, fail, flatten, read
+from millstream.results.result import Fetched, OnResult, Result, bring, fail, flatten, read
 
 _logger = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class Fetcher:
 
     # --- the callers' side -------------------------------------------------------------------------------------------
 
-    def put(self, value: Any, *, step: int | None = None, callback: Callable[[Any], object] | None = None) -> Fetched:
+    def put(self, value: Any, *, step: int | None = None, callback: OnResult = None) -> Fetched[Any]:
         """Begin to fetch a value; see ``fetch``."""
-        future = Fetched(step)
+        future: Fetched[Any] = Fetched(step)
         if callback is not None:
             future.add_done_callback(lambda done: None if done.exception() else callback(done.result()))
         leaves, unflatten = flatten(value)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, TypeVar, overload
 
 from torch import Tensor
 
@@ -12,10 +12,22 @@ from millstream.device import Place, context
 from millstream.errors import ArgumentError, FeedError
 from millstream.locks import ForkSafeLock
 from millstream.results.fetcher import Fetcher
-from millstream.results.result import Fetched, flatten
+from millstream.results.result import Fetched, OnResult, flatten
+
+Plain = TypeVar("Plain", None, bool, int, float, str)
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-def fetch(value: Any, *, step: int | None = None, callback: Callable[[Any], object] | None = None) -> Fetched:
+@overload  # a tensor comes back as one or as a number, by its shape, which no type tells
+def fetch(value: Plain, *, step: int | None = None, callback: OnResult = None) -> Fetched[Plain]: ...
+@overload
+def fetch(value: dict[K, V], *, step: int | None = None, callback: OnResult = None) -> Fetched[dict[K, Any]]: ...
+@overload
+def fetch(value: list[Any], *, step: int | None = None, callback: OnResult = None) -> Fetched[list[Any]]: ...
+@overload
+def fetch(value: Any, *, step: int | None = None, callback: OnResult = None) -> Fetched[Any]: ...
+def fetch(value: Any, *, step: int | None = None, callback: OnResult = None) -> Fetched[Any]:
     """Bring a result to the host; neither the host nor the device waits for it.
 
     ::
@@ -77,8 +89,8 @@ class fetch_each:  # noqa: N801 - used like a function
         for future in self._futures():
             yield await future
 
-    def _futures(self) -> Iterator[Fetched]:
-        waiting: deque[Fetched] = deque()
+    def _futures(self) -> Iterator[Fetched[Any]]:
+        waiting: deque[Fetched[Any]] = deque()
         values = enumerate(self._values)
         while True:
             try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,11 @@ from millstream.errors import never_the_end, skip_frames
 from millstream.results.pool import Stretch
 from millstream.tree import Unflatten, tree_flatten
 
+T = TypeVar("T")
+OnResult = Callable[[Any], object] | None
 
-class Fetched(Future[Any]):
+
+class Fetched(Future[T]):
     """A result on its way: a ``concurrent.futures.Future`` that can also be awaited, and not be cancelled.
 
     Attributes:
@@ -33,7 +36,7 @@ class Fetched(Future[Any]):
         self.step = step
         self.set_running_or_notify_cancel()  # it comes in any case, and to a future that was cancelled it could not
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[Any, None, T]:
         return asyncio.wrap_future(self).__await__()
 
 
@@ -41,7 +44,7 @@ class Fetched(Future[Any]):
 class Result:
     """A result on its way."""
 
-    future: Fetched
+    future: Fetched[Any]
     unflatten: Unflatten
     others: dict[int, Any]  # the leaves that are on the host
     staged: Sequence[int] = ()  # the leaves that are on their way
