@@ -102,7 +102,6 @@ class _Definition(ctypes.Structure):
 
 
 _FASTCALL, _KEYWORDS = 0x80, 0x2  # METH_FASTCALL and METH_KEYWORDS of Python's headers
-_definitions: list[_Definition] = []  # Python refers to them for as long as there are the builtins
 _new_builtin = ctypes.pythonapi.PyCFunction_NewEx
 _new_builtin.restype, _new_builtin.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
 _new_bound = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
@@ -116,17 +115,19 @@ def as_builtin(library: ctypes.PyDLL, name: str) -> Callable[..., Any]:
 
     Through ctypes a call takes a microsecond, and so 0.1.
     """
-    function = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    _definitions.append(_Definition(name.encode(), function, _FASTCALL, None))
-    builtin: Callable[..., Any] = _new_builtin(ctypes.addressof(_definitions[-1]), None, None)
+    builtin: Callable[..., Any] = _new_builtin(ctypes.addressof(_definition(library, name, _FASTCALL)), None, None)
     return builtin
 
 
 def as_method(library: ctypes.PyDLL, name: str, bound: object) -> Any:
     """The same, to be an attribute of a class; it takes names, too, and has ``bound`` for its first argument in C."""
-    function = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    _definitions.append(_Definition(name.encode(), function, _FASTCALL | _KEYWORDS, None))
-    return _new_method(_new_bound(ctypes.addressof(_definitions[-1]), bound, None))
+    return _new_method(_new_bound(ctypes.addressof(_definition(library, name, _FASTCALL | _KEYWORDS)), bound, None))
+
+
+@functools.cache
+def _definition(library: ctypes.PyDLL, name: str, flags: int) -> _Definition:
+    """Python refers to it for as long as there are the builtins, and so it is kept: one for all of a kind."""
+    return _Definition(name.encode(), ctypes.cast(getattr(library, name), ctypes.c_void_p).value, flags, None)
 
 
 def torch_options() -> tuple[str, ...]:

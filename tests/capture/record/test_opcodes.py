@@ -31,7 +31,7 @@ def test_every_instruction_has_a_treatment():
 @pytest.mark.parametrize("module", MODULES, ids=lambda each: each.__name__)
 def test_the_stack_is_as_deep_as_the_compiler_says(module):
     for code in codes_of(module):
-        depths = depths_of(code)
+        depths = depths_of(code, instructions_of(code))
         assert min(depths.values()) == 0
         assert max(depths.values()) <= code.co_stacksize, code.co_qualname
         assert all(site.num_operands <= site.depth for site in sites_of(code).values()), code.co_qualname

@@ -205,6 +205,22 @@ def test_what_the_step_has_written_or_made_is_no_read():
     assert not [each for each in recorder.reads if each.kind is ITEM and each.key == "v"]
 
 
+def test_a_class_that_the_step_changes_is_looked_up_again():
+    kind = type("Kind", (), {"v": 1})
+    first, second = kind(), kind()
+    second.w = 2
+
+    def step():
+        before = first.v
+        kind.v = property(lambda self: self.w)
+        return before, second.v
+
+    recorder = record(step)
+    assert _has(recorder, vars(first), ITEM, "v", MISSING)
+    assert _has(recorder, vars(second), ITEM, "w", 2)
+    assert not _has(recorder, vars(second), ITEM, "v", MISSING)  # a property comes first
+
+
 def test_what_is_old_or_new_stays_so_when_the_collector_is_at_work():
     gc.collect()
     old, young = types.SimpleNamespace(v=1), [types.SimpleNamespace(v=2)]

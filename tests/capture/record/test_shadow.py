@@ -92,6 +92,32 @@ def test_a_trainer_is_captured_as_without_it(shadowed, monkeypatch):
     assert [str(graph.gm.graph) for graph in graphs] == [str(graph.gm.graph) for graph in others]
 
 
+def test_nothing_below_operators_and_symbolic_sizes_is_recorded(shadowed, monkeypatch):
+    records = []
+    monkeypatch.setattr(shadow, "report", lambda *of: records.append((of[0].dimensions, of[1].record)))
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x):
+        loss = model(x).reshape(x.shape[0] * 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    captured = Step(step, build=interpret, strict=True)
+    for size in (2, 2, 3, 4):
+        captured(torch.ones(size, 4))
+    assert [bool(dimensions) for dimensions, _ in records] == [False, True]
+    for _, record in records:
+        files = {code.co_filename.partition("site-packages/")[2] for code in record.codes}
+        assert {"torch/nn/modules/linear.py", "torch/optim/adam.py"} <= files
+        assert [name for name in files if name.startswith(BELOW)] == []
+
+
+BELOW = ("sympy", "torch/fx", "torch/_decomp", "torch/_meta", "torch/_prims", "torch/_refs", "torch/_subclasses")
+
+
 def test_off_nothing_is_there(monkeypatch):
     monkeypatch.delenv("MILLSTREAM_RECORD", raising=False)
     handler = FunctionWatch.__torch_function__

@@ -121,12 +121,16 @@ def calculated_by(call: Callable[..., Any]) -> Iterator[None]:
     def by_call(method: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *numbers: call(method, *numbers)
 
-    methods = {name: method for name, method in vars(SymNode).items() if isinstance(method, FunctionType)}
     with contextlib.ExitStack() as patches:
-        for name, method in methods.items():
+        for name, method in calculating_methods().items():
             if not name.startswith(_NOT_CALCULATING):
                 patches.enter_context(replaced(SymNode, name, by_call(method)))
         yield
+
+
+def calculating_methods() -> dict[str, FunctionType]:
+    """What symbolic numbers are calculated, compared and decided by."""
+    return {name: method for name, method in vars(SymNode).items() if isinstance(method, FunctionType)}
 
 
 _NOT_CALCULATING = ("_", "guard_", "evaluate", "expect_", "int_", "bool_", "has_", "is_", "maybe_")

@@ -113,10 +113,8 @@ def find_reads(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
 
     Args:
         function: It.
-        arguments: By position and by name; of a method that is not bound, the object comes first.
+        arguments: By position and by name; of a method the object comes first.
     """
-    if (owner := owner_of(function)) is not None:
-        arguments = (owner, *arguments)
     plain = _plain(function)
     if plain in _NOTHING or not arguments or getattr(function, "__module__", "") == "_abc":
         return
@@ -134,7 +132,7 @@ def find_reads(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
         yield from find_length(first)
     elif plain is operator.getitem:
         yield from find_item(first, arguments[1])
-    elif is_a(first, CONTAINERS) and (owner is not None or _is_method(function)):
+    elif is_a(first, CONTAINERS) and _is_method(function):
         yield from _find_of_method(_METHODS.get(function.__name__, WHOLE), first, arguments[1:])
     else:
         depth = 1 if plain in _SHALLOW else DEPTH
@@ -155,13 +153,11 @@ def _find_of_method(kind: str, container: Any, arguments: tuple[Any, ...]) -> It
 
 
 def find_writes(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
-    """What a function in C writes, with what is there before."""
-    if (owner := owner_of(function)) is not None:
-        arguments = (owner, *arguments)
+    """What a function in C writes, with what is there before; arguments as in ``find_reads``."""
     plain = _plain(function)
     if plain in _STORE or plain in _REMOVE:
         yield from find_stored(arguments[0], arguments[1])
-    elif arguments and is_a(arguments[0], CONTAINERS) and (owner is not None or _is_method(function)):
+    elif arguments and is_a(arguments[0], CONTAINERS) and _is_method(function):
         kind = _METHODS.get(function.__name__)
         if kind == STORE_ITEM and len(arguments) > 1:
             yield from find_item(arguments[0], arguments[1])
@@ -185,7 +181,7 @@ def owner_of(function: Any) -> Any:
 
 
 def _is_method(function: Any) -> bool:
-    return is_a(function, MethodDescriptorType | WrapperDescriptorType)
+    return is_a(function, MethodDescriptorType | WrapperDescriptorType) or owner_of(function) is not None
 
 
 def _plain(function: Any) -> Any:

@@ -15,7 +15,7 @@ import dis
 import functools
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
@@ -209,9 +209,10 @@ def sites_of(code: CodeType) -> dict[int, Site]:
 
     An instruction that is extended stands there by where it begins, too: versions differ in what they speak of.
     """
-    depths, found = depths_of(code), {}
-    for item in instructions_of(code):
-        if item.unit in depths and (site := _site_of(item, depths[item.unit], code)) is not None:
+    items = [*instructions_of(code)]
+    depths, found = depths_of(code, items), {}
+    for item in items:
+        if item.name in TREATMENTS and item.unit in depths and (site := _site_of(item, depths[item.unit], code)):
             found[item.first] = found[item.unit] = site
     return found
 
@@ -224,9 +225,9 @@ def packed(sites: dict[int, Site], code: CodeType) -> bytes:
     return bytes(units)
 
 
-def depths_of(code: CodeType) -> dict[int, int]:
-    """How many entries are on the stack before each instruction that can be reached, by its unit."""
-    at = {item.first: item for item in instructions_of(code)}
+def depths_of(code: CodeType, items: Iterable[Instruction]) -> dict[int, int]:
+    """How many entries are on the stack before each of some code's instructions that can be reached, by its unit."""
+    at = {item.first: item for item in items}
     depths: dict[int, int] = {}
     pending = [(0, 0), *_handlers_of(code)]
     while pending:
@@ -266,10 +267,9 @@ def _effect(opcode: int, argument: int, *, is_jump: bool) -> int:
 
 
 def _site_of(item: Instruction, depth: int, code: CodeType) -> Site | None:
-    treatment = TREATMENTS.get(item.name)
-    if treatment is None or (_IS_311 and item.name == "CALL"):  # there ``PRECALL`` has come before it
+    if _IS_311 and item.name == "CALL":  # there ``PRECALL`` has come before it
         return None
-    action, num_operands = treatment
+    action, num_operands = TREATMENTS[item.name]
     if item.name == "BINARY_OP" and item.argument >= len(_BINARY):
         action = "operator_in_place"
     slot = item.argument if action in _HAS_CELL else -1

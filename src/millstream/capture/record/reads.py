@@ -27,10 +27,12 @@ class Kind(Enum):
     CODE = "code and defaults of a function"
     TENSOR = "an attribute of a tensor"  # by its name; the value is not kept
 
+    __hash__ = object.__hash__  # in C, as each read is looked up by it
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(slots=True, eq=False)
 class Read:
-    """Something that was read.
+    """Something that was read; nobody changes it, but objects that cannot be changed take thrice as long to make.
 
     Attributes:
         holder: The dict, list, cell, object, class or function.
@@ -78,7 +80,7 @@ class Read:
         return list.__getitem__(holder, key) if is_a(holder, list) and key < list.__len__(holder) else MISSING
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Write(Read):
     """Something that was written: ``value`` is what was there before."""
 
@@ -98,6 +100,7 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyT
 VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 PLAIN_ATTRIBUTES = (SimpleNamespace,)
 """Classes in C whose objects' attributes methods in C read."""
+_OPENED = (*CONTAINERS, *VIEWS, *PLAIN_ATTRIBUTES)
 
 
 def is_a(value: Any, kinds: Any) -> bool:
@@ -131,19 +134,28 @@ def find_in_class(kind: type, name: str) -> tuple[list[Found], Any]:
     return found, MISSING
 
 
-def find_attribute(value: Any, name: str) -> Iterator[Found]:
-    """What Python reads to find an attribute of an object, a class or a module."""
+LookUp = Callable[[type, str], tuple[list[Found], Any]]
+
+
+def find_attribute(value: Any, name: str, look_up: LookUp = find_in_class) -> Iterator[Found]:
+    """What Python reads to find an attribute of an object, a class or a module.
+
+    Args:
+        value: It.
+        name: The attribute's.
+        look_up: Gives what is read of a class, and what is found there.
+    """
     kind = type(value)
     yield value, Kind.TYPE, None, kind, value
     if issubclass(kind, ModuleType):
         space = own_dict(value) or {}
         yield space, Kind.ITEM, name, space.get(name, MISSING), value
         return
-    of_class, raw = find_in_class(kind, name)
+    of_class, raw = look_up(kind, name)
     is_data = raw is not MISSING and hasattr(type(raw), "__set__")
     yield from of_class
     if is_a(value, type):
-        yield from find_in_class(value, name)[0]
+        yield from look_up(value, name)[0]
     elif type(raw) is MemberDescriptorType and name != "__dict__":
         yield value, Kind.SLOT, name, read_slot(raw, value), value
     elif not is_data and (held := own_dict(value)) is not None:
@@ -209,6 +221,8 @@ def len_of(value: Any) -> int:
 
 def find_contents(value: Any, depth: int = 1) -> Iterator[Found]:
     """What is read of something that is gone through, to some depth of what it holds."""
+    if not is_a(value, _OPENED):
+        return
     seen: set[int] = set()
     pending = [(value, depth, value)]
     while pending:
@@ -230,7 +244,8 @@ def find_contents(value: Any, depth: int = 1) -> Iterator[Found]:
             parts = tuple(_plainly(each))
         elif is_a(each, PLAIN_ATTRIBUTES) and (held := own_dict(each)) is not None:
             pending.append((held, left, each))
-        pending += ((part, left - 1, part) for part in parts)
+        if left > 1:
+            pending += [(part, left - 1, part) for part in parts if is_a(part, _OPENED)]
 
 
 def _plainly(value: Any) -> Iterator[Any]:

@@ -29,7 +29,9 @@ struct Unit {
 constexpr uint16_t ATOMIC = 1, SLOT = 2, IS_SITE = 0x80;
 
 struct Plan {
-  PyObject* units;  // bytes, or nullptr for code of no interest
+  PyObject* made;   // a tuple of the two that follow, or nullptr for code of no interest
+  PyObject* units;  // bytes
+  PyObject* sites;  // a dict: what is where
   Py_ssize_t num_units;
 };
 
@@ -81,9 +83,10 @@ const Plan* plan_of(Recording* self, PyObject* code) {
     fail(self);
     return nullptr;
   }
-  Plan plan{nullptr, 0};
-  if (PyBytes_Check(made)) {
-    plan = {made, PyBytes_GET_SIZE(made) / static_cast<Py_ssize_t>(sizeof(Unit))};
+  Plan plan{};
+  if (PyTuple_Check(made)) {
+    PyObject* units = PyTuple_GET_ITEM(made, 0);
+    plan = {made, units, PyTuple_GET_ITEM(made, 1), PyBytes_GET_SIZE(units) / static_cast<Py_ssize_t>(sizeof(Unit))};
   } else {
     Py_DECREF(made);
   }
@@ -117,8 +120,9 @@ bool append_operand(Recording* self, std::string& key, PyObject* operand) {
 
 void see(Recording* self, PyObject* code, Py_ssize_t index, PyFrameObject* frame) {
   auto found = self->plans.find(code);
-  if (found == self->plans.end() || found->second.units == nullptr || index >= found->second.num_units) return;
-  const Unit& unit = reinterpret_cast<const Unit*>(PyBytes_AS_STRING(found->second.units))[index];
+  if (found == self->plans.end() || found->second.made == nullptr || index >= found->second.num_units) return;
+  const Plan& plan = found->second;
+  const Unit& unit = reinterpret_cast<const Unit*>(PyBytes_AS_STRING(plan.units))[index];
   if (!(unit.flags & IS_SITE)) return;
   _PyInterpreterFrame* inner = frame->f_frame;
   int num_variables = reinterpret_cast<PyCodeObject*>(code)->co_nlocalsplus;
@@ -156,7 +160,8 @@ void see(Recording* self, PyObject* code, Py_ssize_t index, PyFrameObject* frame
   if (is_told_apart && self->met.count(key)) return;
   PyObject* operands = PyTuple_New(num_operands);
   PyObject* number = PyLong_FromSsize_t(index);
-  if (operands == nullptr || number == nullptr) {
+  PyObject* site = number == nullptr ? nullptr : PyDict_GetItemWithError(plan.sites, number);
+  if (operands == nullptr || site == nullptr) {
     fail(self);
     return;
   }
@@ -167,8 +172,8 @@ void see(Recording* self, PyObject* code, Py_ssize_t index, PyFrameObject* frame
     self->met.insert(std::move(key));
     self->kept.push_back(Py_NewRef(operands));
   }
-  PyObject* arguments[] = {code, number, reinterpret_cast<PyObject*>(frame), operands};
-  PyObject* result = PyObject_Vectorcall(self->handler, arguments, 4, nullptr);
+  PyObject* arguments[] = {site, code, number, reinterpret_cast<PyObject*>(frame), operands};
+  PyObject* result = PyObject_Vectorcall(self->handler, arguments, 5, nullptr);
   if (result == nullptr) fail(self);
   Py_XDECREF(result);
   Py_DECREF(operands);
@@ -192,7 +197,7 @@ int trace(PyObject* object, PyFrameObject* frame, int what, PyObject* argument) 
   if (what == PyTrace_CALL && is_own) {
     if (frame->f_trace_opcodes) self->asked.insert(frame);  // the outer tracer wants to be told, too
     const Plan* plan = plan_of(self, reinterpret_cast<PyObject*>(frame->f_frame->f_code));
-    if (plan != nullptr && plan->units != nullptr) frame->f_trace_opcodes = 1;
+    if (plan != nullptr && plan->made != nullptr) frame->f_trace_opcodes = 1;
     if (self->outer == nullptr) frame->f_trace_lines = 0;
   } else if (what == PyTrace_RETURN) {  // also of generators, that go on another time
     frame->f_trace_opcodes = self->asked.erase(frame) != 0;
@@ -252,7 +257,7 @@ EXPORT PyObject* millstream_record_end(PyObject*, PyObject* const*, Py_ssize_t) 
   recording = nullptr;
   for (auto& [code, plan] : self->plans) {
     Py_DECREF(code);
-    Py_XDECREF(plan.units);
+    Py_XDECREF(plan.made);
   }
   for (PyObject* each : self->kept) Py_DECREF(each);
   Py_DECREF(self->plan);
@@ -282,13 +287,13 @@ EXPORT PyObject* millstream_record_resume(PyObject*, PyObject* const*, Py_ssize_
 }
 
 // A function that runs unseen: ``self`` is a tuple of it and of what is asked, with the second argument, whether it is
-// to be seen nevertheless. As a builtin it adds no frame of Python's.
+// to be seen nevertheless, or None. As a builtin it adds no frame of Python's.
 EXPORT PyObject* millstream_record_unseen(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
   PyObject* function = PyTuple_GET_ITEM(self, 0);
   PyObject* done = millstream_record_pause(nullptr, nullptr, 0);
   Py_XDECREF(done);
   bool is_paused = true;
-  if (count > 1) {
+  if (count > 1 && PyTuple_GET_ITEM(self, 1) != Py_None) {
     PyObject* is_seen = PyObject_CallOneArg(PyTuple_GET_ITEM(self, 1), arguments[1]);
     if (is_seen == nullptr) PyErr_Clear();
     if (is_seen == Py_True) {

@@ -29,6 +29,7 @@ from millstream.capture.record.natives import (
     find_reads,
     find_stored,
     find_writes,
+    owner_of,
     special_of,
 )
 from millstream.capture.record.opcodes import Site
@@ -69,6 +70,7 @@ class Recorder:
         self._roots = [*roots]
         self._reads: dict[tuple[Any, ...], Read] = {}
         self._writes: dict[tuple[Any, ...], Write] = {}
+        self._in_classes: dict[tuple[int, str], tuple[type, Any]] = {}  # what was looked up, by id and name
         self._touched: set[tuple[Any, ...]] = set()  # what is no longer as it was, as an item of it was written
         self._filled: dict[int, Any] = {}  # by id, containers that the step has written
         self._origins: dict[int, Read] = {}  # by id, what led to an object first
@@ -145,17 +147,27 @@ class Recorder:
 
     def _read(self, found: Iterable[Found]) -> None:
         for holder, kind, key, value, owner in found:
-            if is_a(holder, _PLAIN):
-                continue
             place = _place(holder, kind, key)
-            is_written = place in self._writes or place in self._touched or id(holder) in self._filled
-            if place not in self._reads and not is_written:
+            if place in self._reads or is_a(holder, _PLAIN):
+                continue
+            if not (place in self._writes or place in self._touched or id(holder) in self._filled):
                 self._reads[place] = read = Read(holder, kind, key, value, owner, *self._at)
                 for each in value if kind is Kind.CONTENTS else (holder, value):
                     self._origins.setdefault(id(each), read)
 
+    def _look_up(self, kind: type, name: str) -> tuple[list[Found], Any]:
+        """``find_in_class``, of what was not looked up there before."""
+        at = id(kind), name
+        if at in self._in_classes:
+            return [], self._in_classes[at][1]
+        found, value = find_in_class(kind, name)
+        self._in_classes[at] = kind, value
+        return found, value
+
     def _write(self, found: Iterable[Found]) -> None:
         for holder, kind, key, value, owner in found:
+            if kind is Kind.CLASS:
+                self._in_classes.clear()
             self._writes.setdefault(_place(holder, kind, key), Write(holder, kind, key, value, owner, *self._at))
             if kind is Kind.CONTENTS:
                 self._filled[id(holder)] = holder
@@ -196,13 +208,13 @@ class Recorder:
     def _find(self, holder: Any, name: str) -> Iterable[Found]:
         if is_a(holder, Tensor):
             held = own_dict(holder) or {}
-            kind, _ = find_in_class(type(holder), name)
-            is_own = [] if kind[-1][3] is not MISSING else [(held, Kind.ITEM, name, held.get(name, MISSING), holder)]
+            _, of_class = find_in_class(type(holder), name)
+            is_own = [] if of_class is not MISSING else [(held, Kind.ITEM, name, held.get(name, MISSING), holder)]
             return [(holder, Kind.TENSOR, name, None, holder), *is_own]
-        return find_attribute(holder, name)
+        return find_attribute(holder, name, self._look_up)
 
     def _super_attribute(self, _function: Any, _kind: Any, holder: Any) -> None:
-        self._read(find_in_class(holder if is_a(holder, type) else type(holder), self._argument)[0])
+        self._read(self._look_up(holder if is_a(holder, type) else type(holder), self._argument)[0])
 
     def _item(self, holder: Any, key: Any) -> None:
         self._read(find_contents(holder) if is_a(key, slice) else find_item(holder, key))
@@ -221,15 +233,15 @@ class Recorder:
     def _match_class(self, holder: Any, kind: Any, names: Any) -> None:
         self._read([(holder, Kind.TYPE, None, type(holder), holder)])
         if is_a(kind, type):
-            found, positions = find_in_class(kind, "__match_args__")
+            found, positions = self._look_up(kind, "__match_args__")
             self._read(found)
             for name in (*(positions if is_a(positions, tuple) else ()), *names):
                 self._read(self._find(holder, name))
 
     def _store_attribute(self, *operands: Any) -> None:
         owner = operands[-1]
-        setter = find_in_class(type(owner), "__setattr__")[1]
         self._special(owner, "__setattr__")
+        setter = self._look_up(type(owner), "__setattr__")[1]
         if is_a(setter, WrapperDescriptorType) and not is_a(owner, Tensor):  # and no method of the user's
             self._write(find_stored(owner, self._argument))
         elif is_a(owner, Tensor) and find_in_class(type(owner), self._argument)[1] is MISSING:
@@ -300,7 +312,7 @@ class Recorder:
         if kind.__flags__ & _IS_HEAP_TYPE and not issubclass(kind, Tensor):
             self._read([(holder, Kind.TYPE, None, kind, holder)])
             for name in names:
-                self._read(find_in_class(kind, name)[0])
+                self._read(self._look_up(kind, name)[0])
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -331,8 +343,11 @@ class Recorder:
         elif is_a(function, NATIVE):
             for argument in arguments[:1]:
                 self._special(argument, *special_of(function))
+            if (owner := owner_of(function)) is not None:
+                arguments = (owner, *arguments)
             self._read(self._without_tensors(find_reads(function, arguments)))
-            self._write(find_writes(function, arguments))
+            if arguments and id(arguments[0]) not in self._filled:
+                self._write(find_writes(function, arguments))
         elif is_a(function, _GETTERS):
             self._read(find_got(function, arguments))
         elif is_a(function, type):
@@ -340,7 +355,7 @@ class Recorder:
         else:
             self._read(find_of_callable(function))
             self._special(function, "__call__")
-            if is_a(find_in_class(type(function), "__call__")[1], WrapperDescriptorType):  # an object in C
+            if is_a(self._look_up(type(function), "__call__")[1], WrapperDescriptorType):  # an object in C
                 self._read(self._without_tensors(find_reads(function, arguments)))
             if is_a(function, functools.partial):
                 self._called(function.func, (*function.args, *arguments, *function.keywords.values()))
@@ -351,7 +366,7 @@ class Recorder:
             self._special(argument, *SPECIAL.get(kind, ()))
         if kind.__flags__ & _IS_HEAP_TYPE:
             for name in ("__new__", "__init__"):
-                self._read(find_in_class(kind, name)[0])
+                self._read(self._look_up(kind, name)[0])
             self._special(kind, "__call__")
         if not kind.__flags__ & _IS_HEAP_TYPE or kind.__module__ in ("functools", "operator", "collections"):
             self._read(self._without_tensors(find_reads(kind, arguments)))
@@ -391,8 +406,11 @@ _IS_HEAP_TYPE = 1 << 9  # of a class's flags: made by a class statement, or by a
 
 
 def _place(holder: Any, kind: Kind, key: Any) -> tuple[Any, ...]:
-    plain = is_a(key, str | int | float | bytes | bool)
-    return id(holder), kind, type(key) if plain else None, key if plain else id(key)
+    of_key = type(key)
+    return (id(holder), kind, of_key, key) if issubclass(of_key, _PLAIN_KEYS) else (id(holder), kind, None, id(key))
+
+
+_PLAIN_KEYS = (str, int, float, bytes)
 
 
 def _find_global(frame: FrameType, name: str) -> Iterator[Found]:

@@ -41,14 +41,14 @@ class Session:
         is_followed: Whether code counts.
 
     Attributes:
-        codes: Code that has run and that counts.
+        codes: Code that has run and that counts, each once.
         failure: Why not all was seen; empty if it was.
     """
 
     def __init__(self, handler: Handler, is_followed: Callable[[CodeType], bool]) -> None:
         self._handler, self._is_followed = handler, is_followed
         self._tool: int | None = None
-        self.codes: dict[CodeType, dict[int, Site]] = {}
+        self.codes: list[CodeType] = []
         self.failure = why_not()
 
     def __enter__(self) -> Session:
@@ -58,7 +58,7 @@ class Session:
         if sys.version_info >= (3, 12) and not self._take_tool(library):
             self.failure = "other tools have all numbers of sys.monitoring"
             return self
-        library["begin"](self._plan, self._see, Tensor, NULL)
+        library["begin"](self._plan, self._handler, Tensor, NULL)
         if self._tool is not None:
             events = _monitoring().events
             _monitoring().set_events(self._tool, events.PY_START | events.PY_RESUME)
@@ -102,16 +102,20 @@ class Session:
         monitoring.register_callback(self._tool, monitoring.events.INSTRUCTION, library["instruction"])
         return True
 
-    def _plan(self, code: CodeType) -> bytes | None:
+    def _plan(self, code: CodeType) -> tuple[bytes, dict[int, Site]] | None:
         if not self._is_followed(code):
             return None
-        sites = self.codes[code] = sites_of(code)
+        self.codes.append(code)
         if self._tool is not None:
             _monitoring().set_local_events(self._tool, code, _monitoring().events.INSTRUCTION)
-        return packed(sites, code)
+        return _plan_of(code)
 
-    def _see(self, code: CodeType, unit: int, frame: FrameType, operands: tuple[Any, ...]) -> None:
-        self._handler(self.codes[code][unit], code, unit, frame, operands)
+
+@functools.lru_cache(maxsize=4096)
+def _plan_of(code: CodeType) -> tuple[bytes, dict[int, Site]]:
+    """Where to look in some code, for ``recorder.cpp``, and what is there; kept from one recording to the next."""
+    sites = sites_of(code)
+    return packed(sites, code), sites
 
 
 def _monitoring() -> Any:
@@ -133,12 +137,13 @@ def _library() -> dict[str, Callable[..., Any]] | None:
     return {name: as_builtin(library, f"millstream_record_{name}") for name in names}
 
 
-def run_unseen(function: Callable[..., Any], is_seen: Callable[[Any], bool]) -> Any:
+def run_unseen(function: Callable[..., Any], is_seen: Callable[[Any], bool] | None = None) -> Any:
     """The same method, of whose run nothing is seen, in no frame of its own.
 
     Args:
         function: To be an attribute of a class.
         is_seen: Called with its second argument, the first after ``self``: whether it is to be seen nevertheless.
+            ``None`` where it never is.
     """
     library = _compiled()
     assert library is not None

@@ -5,14 +5,18 @@ Nothing is decided by it: a difference is reported, and is a fault of one of the
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from millstream._torch.compiler.symbols import SymNode, calculating_methods
+from millstream._torch.workarounds import replaced
 from millstream.capture.lines import is_part_of_project
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.record.session import run_unseen
@@ -27,6 +31,12 @@ _NAMESPACES = frozenset(
     """.split()
 )
 """Of operators that PyTorch implements."""
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_MACHINERY = tuple(
+    _TORCH + name.replace("/", os.sep)
+    for name in "_ops.py _library/ _subclasses/ fx/ overrides.py utils/_python_dispatch.py utils/weak.py".split()
+)
+"""Of PyTorch's: what leads to handlers, and what they leave for later, as when a tensor is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +58,8 @@ def make_recorder(function: Callable[..., Any], arguments: Iterable[Any]) -> Rec
 
 
 def _is_followed(filename: str) -> bool:
-    """Whether code counts: none of ours, nor what PyTorch runs on the way to an operator's handler."""
-    is_on_the_way = filename.endswith("/torch/_ops.py") or "/torch/_library/" in filename
-    return not is_part_of_project(filename) and not is_on_the_way
+    """Whether code counts: none of ours, nor what PyTorch runs on the way to an operator's handler, or to trace."""
+    return not is_part_of_project(filename) and not filename.startswith(_MACHINERY)
 
 
 def recorded(recorder: Recorder | None) -> Any:
@@ -62,20 +71,21 @@ def recorded(recorder: Recorder | None) -> Any:
 def until_operators(recorder: Recorder | None, functions: type, operators: type) -> Iterator[None]:
     """What runs below the modes for functions and operators is not recorded: a million instructions.
 
-    Operators that are no PyTorch's, and backward passes, lead to code of the user's.
+    Operators that are no PyTorch's, and backward passes, lead to code of the user's. PyTorch's C++ code calculates with
+    symbolic sizes there, in Python.
     """
     if recorder is None or recorder.failure:
         yield
         return
-    handlers = ((functions, "__torch_function__", _leads_to_users), (operators, "__torch_dispatch__", _is_anothers))
-    before = [(kind, name, vars(kind)[name]) for kind, name, _ in handlers]
-    for kind, name, is_seen in handlers:
-        setattr(kind, name, run_unseen(vars(kind)[name], is_seen))
-    try:
+    with ExitStack() as ends:
+        for name, method in calculating_methods().items():
+            ends.enter_context(replaced(SymNode, name, run_unseen(method)))
+        for kind, name, is_seen in (
+            (functions, "__torch_function__", _leads_to_users),
+            (operators, "__torch_dispatch__", _is_anothers),
+        ):
+            ends.enter_context(replaced(kind, name, run_unseen(vars(kind)[name], is_seen)))
         yield
-    finally:
-        for kind, name, value in before:
-            setattr(kind, name, value)
 
 
 def _leads_to_users(function: Any) -> bool:
@@ -86,5 +96,12 @@ def _leads_to_users(function: Any) -> bool:
 
 
 def _is_anothers(function: Any) -> bool:
-    is_operator = type(function) in (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-    return is_operator and str(function).partition(".")[0] not in _NAMESPACES
+    return type(function) in _OPERATORS and _is_implemented_elsewhere(function)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_implemented_elsewhere(operator: Any) -> bool:
+    return str(operator).partition(".")[0] not in _NAMESPACES
+
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
