@@ -313,6 +313,20 @@ def normalize_batches_of_any_size():
     assert len(step.graphs) == 1
 
 
+def multiply_by_a_part():
+    torch.manual_seed(0)
+    x, *weights = (torch.randn(4, 4, dtype=torch.float64) for _ in range(4))
+    weights = [each.requires_grad_() for each in weights]
+
+    def train(x):
+        first, second, last = weights
+        a = torch.tanh(x @ first.T)
+        b = torch.tanh(x @ second.T + a.mm(a.T).mm(a))
+        return torch.autograd.grad((torch.cat([a, b]) @ last).square().sum(), weights)
+
+    torch.testing.assert_close(ms.step(train, strict=True)(x), train(x))
+
+
 SHOWN_BY = {
     "pytorch#118260": call_from_threads,
     "pytorch#133512": read_by_strides,
@@ -343,6 +357,7 @@ SHOWN_BY = {
     "float-of-size": normalize_batches_of_any_size,
     "foreach-parts": lambda: test_ordering.test_items_made_from_one_value_do_not_wait_for_each_other(False),
     "foreach-reads": train_parameters_by_each_other,
+    "parts-of-buffers": multiply_by_a_part,
     "rnn-dropout": lambda: test_recurrence.assert_as_eager(nn.LSTM(3, 4, 2, dropout=0.5)),
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
 }
@@ -402,6 +417,7 @@ PROGRAMS = [
     write_into_what_shares_memory,
     scatter_into_expanded,
     give_operators_copies,
+    multiply_by_a_part,
 ]
 
 

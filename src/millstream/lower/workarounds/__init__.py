@@ -43,6 +43,7 @@ from millstream.lower.workarounds.joint_graph import (
 from millstream.lower.workarounds.kernels import (
     foreach_parts,
     foreach_reads,
+    parts_of_buffers,
     pytorch_175860,
     pytorch_176591,
     pytorch_180848,
@@ -106,6 +107,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     foreach_order.WORKAROUND,
     foreach_parts.WORKAROUND,
     foreach_reads.WORKAROUND,
+    parts_of_buffers.WORKAROUND,
     float_of_size.WORKAROUND,
     recurrence.WORKAROUND,
 )
