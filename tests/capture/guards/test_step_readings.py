@@ -488,6 +488,71 @@ def of_parameters_of_a_module():
     )
 
 
+def of_names(change_of, read):
+    """A module's parameters, of which the step reads everything but their values."""
+
+    def make():
+        module = nn.Module()
+        module.scale, module.shift = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        module.register_buffer("mask", torch.ones(2))
+        return lambda x: x * read(module), lambda _: change_of(module)
+
+    return make
+
+
+def rename(module):
+    del module.scale
+    module.factor = nn.Parameter(torch.ones(2))
+
+
+def rename_buffer(module):
+    del module.mask
+    module.register_buffer("other", torch.ones(2))
+
+
+def put_last(module):
+    scale = module.scale
+    del module.scale
+    module.scale = scale
+
+
+def of_state_of_a_parameter():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+    def step(x):
+        weight.grad = x * 1
+        optimizer.step()
+        return weight.detach() * len(optimizer.state[weight])
+
+    return step, lambda value: optimizer.state[weight].update(value=value)
+
+
+def of_object_in_a_group():
+    class Schedule:
+        factor = 1.0
+
+        def __call__(self, rate):
+            return rate * self.factor
+
+    class Scheduled(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(parameter.grad * group["schedule"](group["lr"]))
+
+    weight, schedule = nn.Parameter(torch.ones(2)), Schedule()
+    optimizer = Scheduled([{"params": [weight], "schedule": schedule}], lr=0.1)
+
+    def step(x):
+        weight.grad = x * 1
+        optimizer.step()
+        return weight.detach() * 1
+
+    return step, lambda value: setattr(schedule, "factor", value)
+
+
 def of_optimizer():
     class Clipped(torch.optim.SGD):
         clip = 1.0
@@ -540,6 +605,14 @@ def of_rate():
 
 OTHERS = {
     "how many parameters a module has": of_parameters_of_a_module,
+    "names of parameters": of_names(rename, lambda module: sum(n[0] == "s" for n, _ in module.named_parameters())),
+    "names of buffers": of_names(rename_buffer, lambda module: 1 + ("mask" in dict(module.named_buffers()))),
+    "whether a parameter is there": of_names(
+        lambda module: module.register_parameter("scale", None), lambda module: len([*module.parameters()])
+    ),
+    "the order of parameters": of_names(put_last, lambda module: next(module.parameters()).numel()),
+    "what an optimizer keeps of a parameter": of_state_of_a_parameter,
+    "an object in an optimizer's group": of_object_in_a_group,
     "an attribute of an optimizer": of_optimizer,
     "a hook of an optimizer": of_hook_of_an_optimizer,
     "eps": lambda: of_pytorchs_own_module(lambda: nn.LayerNorm(2), "eps", 9.0),

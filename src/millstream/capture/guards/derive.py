@@ -74,8 +74,10 @@ def make_guards(
     host_scalars = {id(request.state[index].tensor) for index in request.host_scalars}
     others = (entry.tensor for key, entry in used.items() if key not in watched and key not in host_scalars)
     guards.place([*guards.watched, *others])
+    lists = {nn.Module.named_parameters.__code__, nn.Module.named_buffers.__code__}
+    is_listed = any(code in lists for code, _ in traced.frames)
     for _, module in request.found.modules:
-        _add_tree(guards, module)
+        _add_tree(guards, module, used, is_listed=is_listed)
     stepped = set(map(id, traced.optimizers))
     for name, optimizer in request.found.optimizers:
         _add_optimizer(guards, name, optimizer, lifted, traced.used.names, has_stepped=id(optimizer) in stepped)
@@ -223,13 +225,22 @@ def _given_to(tensor: Tensor) -> dict[str, Structure]:
     return {key: Value(type(it), it) if isinstance(it, SCALARS) else Reference(it) for key, it in own.items()}
 
 
-def _add_tree(guards: Guards, root: nn.Module) -> None:
+def _add_tree(guards: Guards, root: nn.Module, used: Container[int], *, is_listed: bool) -> None:
+    """Expect the modules of a tree to be what they are.
+
+    Args:
+        guards: What is expected.
+        root: The tree's.
+        used: By id, tensors that are expected to be where they are.
+        is_listed: Whether the step goes through parameters or buffers: then it matters which there are.
+    """
     for module in root.modules():
         for name, holder in (("parameters", module._parameters), ("buffers", module._buffers)):
-            guards.measure(f"A module's {name}", holder)
+            others = {key: value for key, value in holder.items() if value is not None and id(value) not in used}
+            guards.measure(f"A module's {name}", holder, is_ordered=bool(others))
             for key, value in holder.items():
-                if value is None:  # an absent bias may be given one
-                    guards.expect(Location(holder, key), None)
+                if value is None or (is_listed and key in others):  # an absent bias may be given one
+                    guards.expect(Location(holder, key), value)
         guards.hooks.add(module)
         guards.pin(module)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -261,7 +272,10 @@ def _add_optimizer(
     if has_stepped or "state" in names:
         guards.measure(f"{name}.state", optimizer.state)
         for parameter, entry in optimizer.state.items():
-            guards.expect_same(Location(optimizer.state, parameter, f"{name}.state of a parameter"), entry)
+            location = Location(optimizer.state, parameter, f"{name}.state of a parameter")
+            guards.expect_same(location, entry)
+            if "state" in names and isinstance(entry, dict):  # the user's code may ask what else is there
+                guards.measure(str(location), entry)
     for number, group in enumerate(optimizer.param_groups):
         guards.copy(f"{name}.param_groups[{number}]['params']", group["params"])
         guards.expect(Location(group, "params", f"{name}.param_groups[{number}]['params']"), group["params"])

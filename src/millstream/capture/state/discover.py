@@ -380,6 +380,10 @@ class Search:
                 self._visit_tensor(name, parameter)
             for hook in hooks_of_optimizer(value):
                 self.visit(f"{name}.hook", hook)
+            for number, group in enumerate(value.param_groups):  # plain values apart, which guards know by themselves
+                for key, held in group.items():
+                    if not isinstance(held, (Tensor, *SCALARS, list, dict, tuple)):
+                        self.visit(f"{name}.param_groups[{number}][{key!r}]", held)
         elif isinstance(value, GENERATORS):
             self.found.generators.append((name, value))
         elif isinstance(value, GradScaler):
