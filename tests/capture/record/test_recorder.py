@@ -236,6 +236,20 @@ def test_what_is_old_or_new_stays_so_when_the_collector_is_at_work():
     assert seen == [old, *young]
 
 
+def test_what_the_collector_comes_to_know_in_the_step_was_there_before():
+    table, box = {}, {"v": 1}
+
+    def step():
+        box["w"] = table["x"] = []
+        return box["v"]
+
+    gc.collect()
+    assert not gc.is_tracked(table)
+    recorder = record(step)
+    assert _has(recorder, box, ITEM, "v", 1)
+    assert any(each.holder is table and each.key == "x" for each in recorder.writes)
+
+
 def test_all_objects_are_not_gone_through(monkeypatch):
     generations = []
     get_objects = gc.get_objects

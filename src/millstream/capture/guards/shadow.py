@@ -24,7 +24,7 @@ from types import (
 )
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -57,7 +57,7 @@ def differences(record: Recorder, request: Request, traced: Traced, guards: Guar
     """Compare a record with the guards of a graph, and with what was found changed."""
     if record.failure:
         return [Difference("not recorded", record.failure)]
-    covered = _Covered(request, guards)
+    covered = _Covered(request, guards, record.given)
     unseen = [
         read for read in record.reads if not (_is_of_library(read, record) or _is_documented(read) or covered.has(read))
     ]
@@ -114,12 +114,14 @@ def _identity(holder: Any) -> int:
 class _Covered:
     """All that the guards of a graph look at, by where it is."""
 
-    def __init__(self, request: Request, guards: Guards) -> None:
+    def __init__(self, request: Request, guards: Guards, given: frozenset[int]) -> None:
         self._places: set[tuple[Any, ...]] = set()
         self._lengths: set[int] = set()
         self._contents: set[int] = set()
         self._pinned: set[int] = set()
         self._tensors = {id(entry.tensor) for entry in request.state} | {*map(id, request.arguments)}
+        self._tensors |= {id(gradient) for gradient in guards.gradients if gradient is not None}
+        self._given = given | {*map(id, request.arguments)}
         for check in (guards.entries, guards.absent, guards.cells):
             self._add(check.names)
         self._add(pair[1] for pair in guards.forms.things)
@@ -139,6 +141,12 @@ class _Covered:
     def has(self, read: Read) -> bool:
         """Whether a read would be noticed if it gave something else."""
         holder, kind, key, value = read.holder, read.kind, read.key, read.value
+        if id(holder) in self._given or id(read.owner) in self._given:  # which calls are told apart by
+            return True
+        if type(read.owner).__module__.startswith("torch.backends"):  # switches, likewise
+            return True
+        if isinstance(read.owner, Tensor) and kind is Kind.ITEM:  # a traced one has another dict
+            return _place(vars(read.owner), key) in self._places
         if kind is Kind.TENSOR:
             return id(holder) in self._tensors
         if kind is Kind.CELL:

@@ -61,6 +61,9 @@ class Recorder:
     Args:
         is_followed: Whether code in a file counts.
         roots: The function that will run, and its arguments: there before.
+
+    Attributes:
+        given: By id, the containers and objects that the arguments consist of.
     """
 
     def __init__(self, is_followed: Callable[[str], bool], roots: Iterable[Any] = ()) -> None:
@@ -68,6 +71,7 @@ class Recorder:
         self._new: set[int] = set()  # by id, objects that the step has made, and that the collector knows
         self._before: set[int] = set()  # by id, others that were there before
         self._roots = [*roots]
+        self.given: frozenset[int] = frozenset()
         self._reads: dict[tuple[Any, ...], Read] = {}
         self._writes: dict[tuple[Any, ...], Write] = {}
         self._in_classes: dict[tuple[int, str], tuple[type, Any]] = {}  # what was looked up, by id and name
@@ -130,9 +134,9 @@ class Recorder:
 
     def _was_before(self, record: Read) -> bool:
         owner = record.holder if is_a(record.owner, str) else record.owner
-        if gc.is_tracked(owner):
-            return id(owner) not in self._new
-        return id(owner) in self._before  # of what the collector does not know, as dicts with plain values
+        if id(owner) in self._before:  # which the collector may not know, or only since, as dicts with plain values
+            return True
+        return gc.is_tracked(owner) and id(owner) not in self._new
 
     def _add_before(self, value: Any) -> None:
         """What was found in what was there before was there, too."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 
 from millstream._torch.compiler.symbols import SymNode, calculating_methods
@@ -31,12 +32,15 @@ _NAMESPACES = frozenset(
     """.split()
 )
 """Of operators that PyTorch implements."""
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _MACHINERY = tuple(
-    _TORCH + name.replace("/", os.sep)
-    for name in "_ops.py _library/ _subclasses/ fx/ overrides.py utils/_python_dispatch.py utils/weak.py".split()
+    f"{Path(package.__file__ or '').parent / name}{os.sep * (not name.endswith('.py'))}"
+    for package, names in (
+        (torch, "_ops.py _library _subclasses fx overrides.py utils/_python_dispatch.py utils/weak.py"),
+        (sympy, "core printing utilities"),
+    )
+    for name in names.split()
 )
-"""Of PyTorch's: what leads to handlers, and what they leave for later, as when a tensor is gone."""
+"""What leads to handlers, what they leave for later, as when a tensor is gone, and what sizes are calculated by."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -331,6 +331,8 @@ class _Tracer:
             given = tree_unflatten(structure, self.request.arguments)
             args, kwargs = given
             self.recorder.given = frozenset(_containers(given, self.request.opened))
+            if self.record is not None:
+                self.record.given = self.recorder.given
             cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
             loads = Loads({str(name_of(place)) for place in self.request.disturbed})
             watch = CodeWatch(
