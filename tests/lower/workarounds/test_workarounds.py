@@ -21,6 +21,7 @@ from millstream._torch.compiler.lookups import compile_for
 from millstream.lower import compile as compiling
 from millstream.lower.workarounds import WORKAROUNDS, decompose, lowering, options, tracing, without
 from tests.capture.trace import test_recurrence
+from tests.lower.inductor import test_equal_randoms
 from tests.lower.workarounds import test_copies, test_kept_reads, test_ordering, test_patterns, test_pooling, test_tiles
 
 
@@ -327,6 +328,11 @@ def multiply_by_a_part():
     torch.testing.assert_close(ms.step(train, strict=True)(x), train(x))
 
 
+def drop_channels():
+    step = ms.step(lambda x: nn.functional.dropout2d(x, 0.5), strict=True, options={"fallback_random": True})
+    step(torch.ones(2, 3, 4, 1))
+
+
 SHOWN_BY = {
     "pytorch#118260": call_from_threads,
     "pytorch#133512": read_by_strides,
@@ -358,6 +364,10 @@ SHOWN_BY = {
     "foreach-parts": lambda: test_ordering.test_items_made_from_one_value_do_not_wait_for_each_other(False),
     "foreach-reads": train_parameters_by_each_other,
     "parts-of-buffers": multiply_by_a_part,
+    "dropout-in-order": drop_channels,
+    "checkpointed-randoms": lambda: test_equal_randoms.test_a_compiled_model_draws_what_eager_draws(
+        test_equal_randoms.Checkpointed
+    ),
     "rnn-dropout": lambda: test_recurrence.assert_as_eager(nn.LSTM(3, 4, 2, dropout=0.5)),
     "pytorch#198119": lambda: test_pooling.test_gradients_are_those_of_eager(*test_pooling.CASES[1].values),
 }

@@ -32,6 +32,7 @@ from millstream.lower.workarounds.decompositions import (
     pytorch_198119,
 )
 from millstream.lower.workarounds.joint_graph import (
+    checkpointed_randoms,
     float_of_size,
     pytorch_133512,
     pytorch_183988,
@@ -41,6 +42,7 @@ from millstream.lower.workarounds.joint_graph import (
     pytorch_198031,
 )
 from millstream.lower.workarounds.kernels import (
+    dropout_in_order,
     foreach_parts,
     foreach_reads,
     parts_of_buffers,
@@ -109,6 +111,8 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     foreach_reads.WORKAROUND,
     parts_of_buffers.WORKAROUND,
     float_of_size.WORKAROUND,
+    checkpointed_randoms.WORKAROUND,
+    dropout_in_order.WORKAROUND,
     recurrence.WORKAROUND,
 )
 
