@@ -528,6 +528,56 @@ def of_state_of_a_parameter():
     return step, lambda value: optimizer.state[weight].update(value=value)
 
 
+class Scaled(torch.optim.Optimizer):
+    """Keeps plain values and an object of each parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.change(parameter, self.state[parameter])
+
+    def change(self, parameter, state):
+        if not state:
+            state |= {"scale": 1.0, "factors": [1.0], "object": types.SimpleNamespace(v=1.0)}
+        parameter.sub_(parameter.grad * state["scale"] * state["factors"][0] * state["object"].v)
+
+
+def of_own_optimizer(change):
+    def make():
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = Scaled([weight])
+
+        def step(x):
+            weight.grad = x * 1
+            optimizer.step()
+            return weight.detach() * 1
+
+        return step, lambda value: change(optimizer, optimizer.state[weight], value)
+
+    return make
+
+
+def of_method_of_a_module():
+    class Model(nn.Module):
+        def body(self, x):
+            return x * 2
+
+        def forward(self, x):
+            return self.body(x)
+
+    model = Model()
+    return model, lambda value: setattr(model, "body", lambda x: x * value)
+
+
+def of_dict_of_a_module():
+    module = nn.Identity()
+    return lambda x: x * module.__dict__.get("scale", 1.0), lambda value: setattr(module, "scale", value)
+
+
 def of_object_in_a_group():
     class Schedule:
         factor = 1.0
@@ -611,7 +661,19 @@ OTHERS = {
         lambda module: module.register_parameter("scale", None), lambda module: len([*module.parameters()])
     ),
     "the order of parameters": of_names(put_last, lambda module: next(module.parameters()).numel()),
+    "parameters by the name of their dict": of_names(
+        lambda module: module.register_parameter("scale", None),
+        lambda module: sum(each is not None for each in module._parameters.values()),
+    ),
     "what an optimizer keeps of a parameter": of_state_of_a_parameter,
+    "a number that an optimizer keeps": of_own_optimizer(lambda _, state, value: state.update(scale=value)),
+    "a list that an optimizer keeps": of_own_optimizer(lambda _, state, value: state["factors"].__setitem__(0, value)),
+    "an object that an optimizer keeps": of_own_optimizer(lambda _, state, value: setattr(state["object"], "v", value)),
+    "a method of an optimizer": of_own_optimizer(
+        lambda optimizer, _, value: setattr(optimizer, "change", lambda each, _: each.sub_(each.grad * value))
+    ),
+    "a method of a module": of_method_of_a_module,
+    "what is not in a module's __dict__": of_dict_of_a_module,
     "an object in an optimizer's group": of_object_in_a_group,
     "an attribute of an optimizer": of_optimizer,
     "a hook of an optimizer": of_hook_of_an_optimizer,

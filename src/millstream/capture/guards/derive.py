@@ -15,7 +15,7 @@ from millstream._torch.switches import ASKS_PRECISION
 from millstream._torch.workarounds import is_off
 from millstream.capture.guards.guards import Guards
 from millstream.capture.state.borrowed import find_borrowed
-from millstream.capture.state.discover import MAX_ITEMS, defaults_of
+from millstream.capture.state.discover import MAX_ITEMS, defaults_of, is_own_method
 from millstream.capture.state.executed import WHOLE
 from millstream.capture.state.location import MISSING, Location, Shared
 from millstream.capture.state.signature import (
@@ -75,12 +75,13 @@ def make_guards(
     others = (entry.tensor for key, entry in used.items() if key not in watched and key not in host_scalars)
     guards.place([*guards.watched, *others])
     lists = {nn.Module.named_parameters.__code__, nn.Module.named_buffers.__code__}
-    is_listed = any(code in lists for code, _ in traced.frames)
+    is_listed = not traced.used.names.isdisjoint(("_parameters", "_buffers"))
+    is_listed |= any(code in lists for code, _ in traced.frames)
     for _, module in request.found.modules:
         _add_tree(guards, module, used, is_listed=is_listed)
     stepped = set(map(id, traced.optimizers))
     for name, optimizer in request.found.optimizers:
-        _add_optimizer(guards, name, optimizer, lifted, traced.used.names, has_stepped=id(optimizer) in stepped)
+        _add_optimizer(guards, name, optimizer, lifted, traced, has_stepped=id(optimizer) in stepped)
     for name, scaler in request.found.scalers:
         guards.scalers.add(scaler, value=True)
         for key, value in vars(scaler).items():
@@ -131,6 +132,9 @@ def _add_objects(guards: Guards, request: Request, traced: Traced) -> None:
             guards.measure(name, container, is_ordered=True)
     for name, attributes in (*traced.used.objects, *traced.used.namespaces):  # another may appear
         guards.measure(name, attributes)
+    for (_, name), module in traced.attributes.items():
+        if name in WHOLE:  # code may look for any attribute there
+            guards.measure(f"{type(module).__name__}.{name}", vars(module))
     for owner in traced.used.owners.values():
         guards.pin(owner)
     guards.expect_borrowed(_find_borrowed(request, traced), {id(code) for code, _ in traced.frames})
@@ -202,6 +206,8 @@ def _selects_behaviour(module: nn.Module, name: str) -> bool:
         return False
     if not hasattr(kind, name):
         return True
+    if is_own_method(kind, name):
+        return True
     is_torch = kind.__module__.startswith("torch.nn.modules")
     is_default = not is_torch and name in defaults_of(kind) and name not in vars(nn.Module)
     return is_default and isinstance(getattr(kind, name), (*SCALARS, tuple))
@@ -256,16 +262,19 @@ def _add_optimizer(
     guards: Guards,
     name: str,
     optimizer: Optimizer,
-    lifted: Container[Location],
-    names: Container[str],
+    lifted: set[Location],
+    traced: Traced,
     *,
     has_stepped: bool,
 ) -> None:
+    names = traced.used.names
     for key in ("state", "param_groups"):
         guards.expect_same(Location(vars(optimizer), key, f"{name}.{key}"), vars(optimizer)[key])
     guards.copy(f"{name}.param_groups", optimizer.param_groups)
     guards.pin(optimizer)
-    for key in ("step", "zero_grad"):  # a function may take the method's place
+    kind = type(optimizer)
+    methods = {key for base in kind.__mro__ for key in vars(base) if is_own_method(kind, key)}
+    for key in methods | {"step", "zero_grad"}:  # a function may take the method's place
         guards.expect(Location(vars(optimizer), key, f"{name}.{key}"), vars(optimizer).get(key, MISSING))
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         guards.copy(f"{name}.hooks", hooks)
@@ -274,8 +283,9 @@ def _add_optimizer(
         for parameter, entry in optimizer.state.items():
             location = Location(optimizer.state, parameter, f"{name}.state of a parameter")
             guards.expect_same(location, entry)
-            if "state" in names and isinstance(entry, dict):  # the user's code may ask what else is there
+            if "state" in names and isinstance(entry, dict):  # which the user's code reads, and not only PyTorch's
                 guards.measure(str(location), entry)
+                _add_group(guards, str(location), entry, lifted | {write.location for write in traced.effects.writes})
     for number, group in enumerate(optimizer.param_groups):
         guards.copy(f"{name}.param_groups[{number}]['params']", group["params"])
         guards.expect(Location(group, "params", f"{name}.param_groups[{number}]['params']"), group["params"])

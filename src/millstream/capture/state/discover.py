@@ -380,10 +380,11 @@ class Search:
                 self._visit_tensor(name, parameter)
             for hook in hooks_of_optimizer(value):
                 self.visit(f"{name}.hook", hook)
-            for number, group in enumerate(value.param_groups):  # plain values apart, which guards know by themselves
-                for key, held in group.items():
-                    if not isinstance(held, (Tensor, *SCALARS, list, dict, tuple)):
-                        self.visit(f"{name}.param_groups[{number}][{key!r}]", held)
+            groups = ((f"{name}.param_groups[{number}]", group) for number, group in enumerate(value.param_groups))
+            for where, held in (*groups, *((f"{name}.state of a parameter", each) for each in value.state.values())):
+                for key, each in held.items() if isinstance(held, dict) else ():
+                    if not isinstance(each, (Tensor, *SCALARS, list, dict, tuple)):  # guards know these by themselves
+                        self.visit(f"{where}[{key!r}]", each)
         elif isinstance(value, GENERATORS):
             self.found.generators.append((name, value))
         elif isinstance(value, GradScaler):
@@ -686,6 +687,13 @@ def defaults_of(kind: type) -> frozenset[str]:
     """Names that ``kind`` gives plain values, which an object of it may override."""
     values = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
     return frozenset(key for key, value in values.items() if not hasattr(type(value), "__get__"))
+
+
+def is_own_method(kind: type, name: str) -> bool:
+    """Whether ``kind`` has a method from others than PyTorch, in whose place an object of it may have a function."""
+    base = next((base for base in kind.__mro__ if name in vars(base)), object)
+    is_method = isinstance(vars(base).get(name), types.FunctionType | classmethod | staticmethod)
+    return is_method and not name.startswith("__") and base.__module__.partition(".")[0] != "torch"
 
 
 def _package_of(value: Any) -> str:
