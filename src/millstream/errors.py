@@ -64,7 +64,7 @@ class CaptureError(MillstreamError):
 
     Attributes:
         reason: What stands in the way, in one sentence.
-        where: The user's source line, or an empty string when it is not known.
+        where: The user's source line, and after it a library's that it comes to; empty when it is not known.
         remedy: What the user can do about it.
     """
 

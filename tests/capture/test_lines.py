@@ -1,10 +1,16 @@
 """Which code is the user's own, and which a library's."""
 
+import importlib.util
 import json
+import re
 import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+import torch
+
+import millstream as ms
 from millstream.capture import lines
 from millstream.capture.lines import claim, find_packages_elsewhere, find_site_folders, is_users_own
 
@@ -56,3 +62,52 @@ def test_the_project_of_a_step_is_the_users_own(tmp_path, monkeypatch):
     claim(codes["mine"]["step"])
     assert is_users_own(str(tmp_path / "mine" / "code.py"))
     assert not is_users_own(str(tmp_path / "clone" / "code.py"))
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A library that is installed, with a function which reads a value."""
+    file = tmp_path / "readers.py"
+    file.write_text("def read(x):\n    return x if x.sum().item() > 0 else -x\n", encoding="utf-8")
+    monkeypatch.setattr(lines, "_packages_elsewhere", lambda: {tmp_path})
+    is_users_own.cache_clear()
+    spec = importlib.util.spec_from_file_location("readers", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    monkeypatch.undo()
+    is_users_own.cache_clear()
+
+
+def test_a_reason_names_the_users_line_then_the_librarys(library):
+    weight = torch.ones(3, requires_grad=True)
+
+    def before(x):
+        loss = library.read(x * weight).sum()
+        loss.backward()
+        return loss
+
+    def after(x):
+        weight.sum().backward()
+        return library.read(x)
+
+    place = rf"{re.escape(__file__)}:{{}}, which comes to {re.escape(library.__file__)}:2"
+    for function, remedy in ((before, "an option of .* or compile the parts"), (after, r"Or put line \d+ into")):
+        where = place.format(function.__code__.co_firstlineno + (1 if function is before else 2))
+        with pytest.warns(ms.FallbackWarning, match=rf"At {where}\. .*{remedy}"):
+            ms.step(function)(torch.ones(3))
+
+
+def test_a_cut_names_the_users_line_then_the_librarys_and_dynamos_reason(library):
+    torch._dynamo.reset()
+
+    def model(x):
+        return library.read(x + 1) * 2
+
+    line = model.__code__.co_firstlineno + 1
+    places = rf"{re.escape(__file__)}:{line} in model, which comes to {re.escape(library.__file__)}:2 in read"
+    with pytest.warns(ms.FallbackWarning) as caught:
+        ms.compile(model)(torch.ones(3))
+    told = [str(each.message) for each in caught]
+    assert re.search(rf"the graph is cut at {places} \(.*item.*: Dynamo .*\);.*an option of", told[0])
+    assert sum("readers.py:2" in each for each in told) == 1

@@ -233,17 +233,49 @@ def _describe_one(frame: tuple[str, int, str]) -> str:
     return f'  File "{filename}", line {line}, in {function}\n    {linecache.getline(filename, line).strip()}'
 
 
+COMES_TO = ", which comes to "
+"""Between the user's own line and that of a library, in a place."""
+
+
+def place_in(frames: Sequence[tuple[str, Any]]) -> str:
+    """``file:line`` of the innermost line that is the user's own, and after it that of a library which it comes to.
+
+    Args:
+        frames: File and line of each frame of the user's code and of libraries, innermost first.
+    """
+    own = next((each for each in frames if is_users_own(each[0])), None)
+    told = [frames[0]] if own is None or own is frames[0] else [own, frames[0]]
+    return COMES_TO.join(f"{file}:{line}" for file, line in told)
+
+
+def library_in(place: str) -> str:
+    """The name of the library whose line a place ends with; empty where that is the user's own, or PyTorch's."""
+    file = place.rpartition(COMES_TO)[2].rpartition(":")[0]
+    if not file or not is_users(file) or is_users_own(file):
+        return ""
+    path = Path(file).resolve()
+    folder = next((each for each in _SITE if path.is_relative_to(each)), None)
+    return "that library" if folder is None else path.relative_to(folder).parts[0].partition(".py")[0]
+
+
+def in_library(library: str) -> str:
+    """What to do about a line of a library that cannot be edited."""
+    return (
+        f"Where {library} cannot be edited, look for an option of its that leaves this out, or compile the parts of "
+        "the model that do without: ms.compile(model.part)."
+    )
+
+
 def last_place(stack_trace: str) -> str:
-    """``file:line`` of the innermost frame that ``describe`` has written, or an empty string."""
-    found = re.findall(r'File "(.+)", line (\d+), in ', stack_trace)
-    return ":".join(found[-1]) if found else ""
+    """The place of what ``describe`` has written, or an empty string."""
+    found: list[tuple[str, str]] = re.findall(r'File "(.+)", line (\d+), in ', stack_trace)
+    return place_in(found[::-1]) if found else ""
 
 
 def here(*, num_left_out: int = 0) -> str:
-    """``file:line`` of the user's innermost line, or with so many frames left out."""
-    for filename, line, _ in user_frames()[num_left_out:]:
-        return f"{filename}:{line}"
-    return ""
+    """The place where the user's code is, or with so many frames left out; empty where there is none."""
+    frames = [(filename, line) for filename, line, _ in user_frames()[num_left_out:]]
+    return place_in(frames) if frames else ""
 
 
 def raise_refusal(refuse: Callable[[CaptureError], object], reason: str, remedy: str) -> NoReturn:
@@ -285,14 +317,14 @@ def told(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """``file:line`` of the user's innermost line that led to ``error``, or an empty string."""
-    place = ""
+    """The place in the user's code that led to ``error``, or an empty string."""
+    frames: list[tuple[str, int]] = []
     for frame, line in traceback.walk_tb(error.__traceback__):
         if _is_boundary(frame.f_code):  # what was on the way to the step, code made by FX too, is not its
-            place = ""
+            frames = []
         elif is_users(frame.f_code.co_filename):
-            place = f"{frame.f_code.co_filename}:{line}"
-    return place
+            frames.append((frame.f_code.co_filename, line))
+    return place_in(frames[::-1]) if frames else ""
 
 
 def is_of_call(error: BaseException) -> bool:

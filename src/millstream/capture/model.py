@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import operator
+import re
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ from millstream._torch.distributed.data_parallel import call_around
 from millstream._torch.hooks import HOOKS_OF_MODULE, count_hooks, hooks_of_all_modules
 from millstream._torch.operators import is_differentiated_outside
 from millstream._torch.switches import IN_GRAPHS
-from millstream.capture.lines import is_users
+from millstream.capture.lines import COMES_TO, in_library, is_users, library_in, place_in
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.capture.trace.unsupported import within_transform
 from millstream.device.switches import install_later
@@ -346,21 +347,21 @@ class Compiled:
         """Tell the user what Dynamo left to Python while it captured."""
         self._reported = len(self.compiler.graphs)
         for reason in dynamo_utils.graph_break_reasons[breaks:]:
-            where, first = "", _first_line(reason.reason)
-            if reason.user_stack:
-                frame = reason.user_stack[-1]
-                if frame.filename == __file__:
-                    first = "a part is compiled already"
-                else:
-                    where = f" at {frame.filename}:{frame.lineno} in {frame.name}"
-            first = "Dynamo cannot trace what is called there" if first == "step_unsupported" else first
-            self.compiler.warn(f"the graph is cut{where} ({first}); the parts run one after another.")
+            where, why, remedy = "", _dynamos_reason(reason.reason), ""
+            if reason.user_stack and reason.user_stack[-1].filename == __file__:
+                why = "a part is compiled already"
+            elif reason.user_stack:
+                where, remedy = _place_in(reason.user_stack)
+            inner = f"{where.removeprefix(' at ').rpartition(COMES_TO)[2]} ({why})"
+            is_told = any(inner in each for each in self.compiler.fallbacks)
+            if not is_told:  # also with the line that comes to it, which Dynamo knows for the first part only
+                self.compiler.warn(f"the graph is cut{where} ({why}); the parts run one after another.{remedy}")
 
     def _report_nothing(self, obstacles: list[str]) -> None:
         """Tell the user once that Dynamo captured nothing at all, if there was something to capture."""
-        has_no_remedy = not obstacles or any("LSTM" in each for each in obstacles)
-        if has_no_remedy and isinstance(self._function, torch.nn.Module):
-            obstacles = _guess_obstacles(self._function)
+        is_recurrent = any("LSTM" in each for each in obstacles)
+        if (not obstacles or is_recurrent) and isinstance(self._function, torch.nn.Module):
+            obstacles = [*obstacles, *_guess_obstacles(self._function)]
         if self._scripted:
             return  # that was told
         if obstacles and not self._has_nothing:
@@ -419,14 +420,33 @@ def _takes_no_more() -> str:
     )
 
 
+def _dynamos_reason(text: object) -> str:
+    """Dynamo's own words: what it has met, and its explanation, in one line."""
+    first = _first_line(text)
+    first = "Dynamo cannot trace what is called there" if first == "step_unsupported" else first
+    explained = _EXPLANATION.search(str(text))
+    return first if explained is None else f"{first.rstrip('.')}: {explained[1].rstrip('.')}"
+
+
+_EXPLANATION = re.compile(r"^ *Explanation: *(\S.*)$", re.MULTILINE)
+
+
+def _place_in(stack: Sequence[Any]) -> tuple[str, str]:
+    """Where Dynamo was, and what to do if that is a library: each begins with a space, or is empty."""
+    frames = [(each.filename, f"{each.lineno} in {each.name}") for each in reversed(stack)]
+    users = [each for each in frames if is_users(each[0])]
+    found = users or [each for each in frames if "/torch/_dynamo/" not in each[0]][:1]
+    place = place_in(found) if found else ""
+    library = library_in(place)
+    return f" at {place}" * bool(place), f" {in_library(library)}" * bool(library)
+
+
 def _refusal(error: Exception) -> CaptureError:
-    stack = getattr(error, "real_stack", None) or ()
-    own = [frame for frame in stack if is_users(frame.filename)]
-    where = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    where, remedy = _place_in(getattr(error, "real_stack", None) or ())
     return CaptureError(
-        f"Dynamo cannot trace all of it ({_first_line(error)}).",
-        where=where,
-        remedy="Without strict=True, that part runs as plain Python.",
+        f"Dynamo cannot trace all of it ({_dynamos_reason(error)}).",
+        where=where.removeprefix(" at "),
+        remedy=f"Without strict=True, that part runs as plain Python.{remedy}",
     )
 
 

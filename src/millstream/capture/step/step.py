@@ -32,7 +32,7 @@ from millstream._torch.switches import present
 from millstream._torch.tensors import has_shared_memory
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
-from millstream.capture.lines import claim
+from millstream.capture.lines import COMES_TO, claim, in_library, library_in
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.lift import find_unlifted, lift
 from millstream.capture.state.location import Location
@@ -444,12 +444,15 @@ class Step(Generic[P, R]):
         return True
 
     def _with_region(self, error: CaptureError) -> CaptureError:
-        """The same refusal with an eager region as another remedy, where that would work."""
-        lines = lines_for_a_region(self.function, error.where)
-        if lines is None:
+        """The same refusal with another remedy: an eager region where that would work, or for a library's line."""
+        lines, library = lines_for_a_region(self.function, error.where.partition(COMES_TO)[0]), library_in(error.where)
+        if lines is not None:
+            which = f"line {lines[0]}" if lines[0] == lines[1] else f"lines {lines[0]} to {lines[1]}"
+            offer = f"Or put {which} into `with ms.eager_region():`, and the rest stays captured."
+        elif library:
+            offer = in_library(library)
+        else:
             return error
-        which = f"line {lines[0]}" if lines[0] == lines[1] else f"lines {lines[0]} to {lines[1]}"
-        offer = f"Or put {which} into `with ms.eager_region():`, and the rest stays captured."
         told = type(error)(error.reason, where=error.where, remedy=f"{error.remedy} {offer}".strip())
         told.__cause__ = error.__cause__
         return told.with_traceback(error.__traceback__)
