@@ -131,8 +131,9 @@ def _refuse(error: Exception, _: str) -> None:
     if isinstance(error, MillstreamError):
         raise error
     failure = describe_failure(error)
-    told = f"The captured step could not be compiled ({failure.reason})."
-    raise CaptureError(told, where=failure.where, remedy=failure.remedy) from error
+    raise CaptureError(
+        f"The captured step could not be compiled ({failure.reason}).", where=failure.where, remedy=failure.remedy
+    ) from error
 
 
 def _same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
