@@ -305,3 +305,63 @@ def test_one_object_in_two_places_is_one():
         first, second = Batch(torch.full((2,), float(number))), Batch(torch.full((2,), float(number)))
         for pair in ((first, second), (first, first)):
             assert torch.equal(step(*pair), function(*pair))
+
+
+class Strategy:
+    def optimizer_step(self, optimizer):
+        return optimizer.step()
+
+
+class Progress:
+    def __init__(self):
+        self.begun = self.done = 0
+
+    def before(self):
+        self.begun += 1
+
+    def after(self):
+        self.done += 1
+
+
+class Wrapped:
+    """An optimizer as trainers hand it out: it knows its owner weakly, and tells a loop of its steps."""
+
+    def __init__(self, optimizer, strategy):
+        self.optimizer, self.strategy = optimizer, weakref.proxy(strategy)
+        self.before = self.after = lambda: None
+
+    def step(self):
+        self.before()
+        self.strategy.optimizer_step(self.optimizer)
+        self.after()
+
+
+class Trainer:
+    """Gives the wrapper its methods anew in each call, as trainers with manual optimization do."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model, self.strategy, self.progress = nn.Linear(3, 1), Strategy(), Progress()
+        self.wrapped = Wrapped(torch.optim.SGD(self.model.parameters(), 0.1), self.strategy)
+
+    def train(self, x):
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.wrapped.step()
+        self.wrapped.optimizer.zero_grad()
+        return loss
+
+    def run(self, step):
+        losses = []
+        for rows in range(4):
+            self.wrapped.before, self.wrapped.after = self.progress.before, self.progress.after
+            losses.append(step(torch.full((2, 3), float(rows))).detach())
+            self.wrapped.before = self.wrapped.after = print
+        return losses, self.progress.begun, self.progress.done, [*self.model.parameters()]
+
+
+def test_wrapped_optimizers_that_tell_a_loop_of_their_steps_are_one_graph():
+    ours, theirs = Trainer(), Trainer()
+    step = Step(ours.train, build=interpret, strict=True)
+    torch.testing.assert_close(ours.run(step), theirs.run(theirs.train))
+    assert (ours.progress.done, len(step.history)) == (4, 1)

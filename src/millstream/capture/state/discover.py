@@ -15,6 +15,7 @@ found so far. What is missed here shows up while tracing and is added then.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -354,6 +355,8 @@ class Search:
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of thing
         """Look at ``value``, once."""
+        if type(value) in weakref.ProxyTypes and (value := _proxied(value)) is None:  # they look like iterators
+            return
         if isinstance(value, Tensor):
             self.found.references[id(value)] += 1
         if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, _BOUND):
@@ -694,6 +697,13 @@ def is_own_method(kind: type, name: str) -> bool:
     base = next((base for base in kind.__mro__ if name in vars(base)), object)
     is_method = isinstance(vars(base).get(name), types.FunctionType | classmethod | staticmethod)
     return is_method and not name.startswith("__") and base.__module__.partition(".")[0] != "torch"
+
+
+def _proxied(proxy: Any) -> Any:
+    """What a weak proxy stands for; ``None`` where that is gone."""
+    with contextlib.suppress(ReferenceError):
+        return proxy.__repr__.__self__
+    return None
 
 
 def _package_of(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import types
 import weakref
 from collections import UserDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
@@ -122,7 +123,7 @@ def is_other(number: Any, before: Any) -> bool:
 
 
 def is_same(now: Any, value: Any) -> bool:
-    """Whether two plain values are equal; objects are the same by identity only."""
+    """Whether two plain values are equal, or methods are one of one object; others are the same by identity only."""
     if now is value:
         return True
     if type(now) is type(value) is float:  # asked in each call with a number that changes
@@ -131,6 +132,8 @@ def is_same(now: Any, value: Any) -> bool:
         return False
     if isinstance(value, tuple):  # item by item: tensors in it would compare their values
         return are_same(now, value)
+    if isinstance(value, types.MethodType):  # made anew wherever it is asked for
+        return now.__self__ is value.__self__ and now.__func__ is value.__func__
     return isinstance(value, SCALARS) and not is_other(now, value)
 
 
