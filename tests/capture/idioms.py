@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import millstream as ms
 
@@ -763,6 +764,138 @@ def _(w):
         return loss
 
     return step, lambda: seen
+
+
+@captured("activation checkpointing: `checkpoint(block, x, use_reentrant=False)`")
+def _(w):
+    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    return lambda x: w.train(checkpoint(block, x, use_reentrant=False)), lambda: [*block.parameters()]
+
+
+@captured("`loss_dict = {...}`, `loss = sum(loss_dict.values())`, each item logged")
+def _(w):
+    logged = []
+
+    def step(x):
+        out = w.model(x)
+        loss_dict = {"classes": F.cross_entropy(out, w.y), "size": 0.1 * out.square().mean()}
+        loss = sum(loss_dict.values())
+        loss.backward()
+        w.opt.step()
+        w.opt.zero_grad(set_to_none=True)
+        logged.append({name: value.item() for name, value in loss_dict.items()})
+        return loss
+
+    return step, lambda: logged
+
+
+@captured("distillation: `with torch.no_grad(): teacher(x)`, `F.kl_div(F.log_softmax(out / t, 1), ...)`")
+def _(w):
+    teacher = nn.Linear(3, 2)
+
+    def step(x):
+        with torch.no_grad():
+            target = F.softmax(teacher(x) / 2, 1)
+        loss = F.kl_div(F.log_softmax(w.model(x) / 2, 1), target, reduction="batchmean") * 4
+        loss.backward()
+        w.opt.step()
+        w.opt.zero_grad()
+        return loss
+
+    return step, nothing
+
+
+@captured("an optimizer in a wrapper that counts its steps, as trainers hand it out")
+def _(w):
+    class Counting:
+        def __init__(self, optimizer):
+            self.optimizer, self.steps = optimizer, 0
+
+        def step(self):
+            self.optimizer.step()
+            self.steps += 1
+
+    opt = Counting(w.opt)
+
+    def step(x):
+        loss = F.cross_entropy(w.model(x), w.y)
+        loss.backward()
+        opt.step()
+        opt.optimizer.zero_grad()
+        return loss
+
+    return step, lambda: opt.steps
+
+
+@captured("`nn.utils.clip_grad_value_(model.parameters(), 0.5)`, `p.grad.mul_(0.1)` of some parameters")
+def _(w):
+    def step(x):
+        loss = F.cross_entropy(w.model(x), w.y)
+        loss.backward()
+        nn.utils.clip_grad_value_(w.model.parameters(), 0.5)
+        w.model.bias.grad.mul_(0.1)
+        w.opt.step()
+        w.opt.zero_grad()
+        return loss
+
+    return step, nothing
+
+
+@captured("contrastive losses: `F.normalize(out) @ F.normalize(other).T`, `F.cross_entropy(sims, torch.arange(n))`")
+def _(w):
+    def step(x):
+        sims = F.normalize(w.model(x), dim=1) @ F.normalize(w.model(x * 0.9), dim=1).T / 0.1
+        loss = F.cross_entropy(sims, torch.arange(x.size(0), device=x.device))
+        loss.backward()
+        w.opt.step()
+        w.opt.zero_grad()
+        return loss
+
+    return step, nothing
+
+
+@captured(
+    "masks and sequences: `torch.tril(torch.ones(n, n)).bool()`, `masked_fill(~mask, float('-inf'))`, `ignore_index`"
+)
+def _(w):
+    def step(x):
+        mask = torch.tril(torch.ones(len(x), len(x))).bool()
+        weights = (x @ x.T).masked_fill(~mask, float("-inf")).softmax(-1)
+        loss = F.cross_entropy(w.model(weights @ x), w.y.masked_fill(w.y == 0, -100), ignore_index=-100)
+        loss.backward()
+        w.opt.step()
+        w.opt.zero_grad()
+        return loss
+
+    return step, nothing
+
+
+@captured("`acc1, acc5 = accuracy(out, y, topk=(1, 2))` by `topk`, `eq`, `reshape(-1)`")
+def _(w):
+    seen = []
+
+    def step(x):
+        _, top = w.model(x).topk(2, 1)
+        correct = top.t().eq(w.y.view(1, -1).expand_as(top.t()))
+        seen.append([correct[:k].reshape(-1).float().sum(0).mul(100.0 / len(x)).item() for k in (1, 2)])
+        return w.train(x)
+
+    return step, lambda: seen
+
+
+@captured("`nn.LSTM`, its state carried on: `h.copy_(new_h.detach())`, also between batches of a loop")
+def _(w):
+    lstm = nn.LSTM(3, 3)
+    h, c = torch.zeros(1, 3), torch.zeros(1, 3)
+
+    def step(x):
+        out, (new_h, new_c) = lstm(x, (h, c))
+        loss = w.train(out)
+        h.copy_(new_h.detach())
+        c.copy_(new_c.detach())
+        return loss
+
+    return step, lambda: (h, c)
 
 
 @warned(
