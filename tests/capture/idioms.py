@@ -381,16 +381,9 @@ def _(w):
     return step, lambda: state
 
 
-@warned(
-    "`if loss.item() < best: best = loss.item()`",
-    "branches on a tensor's value",
-    "`ms.callback(note, loss.item())`, where `note` keeps the best",
-)
+@captured("`if loss.item() < best: best = loss.item()`")
 def _(w):
     state = {"best": float("inf")}
-
-    def note(value):
-        state["best"] = min(state["best"], value)
 
     def step(x):
         loss = w.train(x)
@@ -398,29 +391,40 @@ def _(w):
             state["best"] = loss.item()
         return loss
 
-    def follow(x):
-        loss = w.train(x)
-        ms.callback(note, loss.item())
-        return loss
-
-    return step, follow, lambda: state
+    return step, lambda: state
 
 
-@warned(
-    "`if loss.item() > 3: loss = loss / 2`", "branches on a tensor's value", "`torch.where(loss > 3, loss / 2, loss)`"
-)
+@captured("`if loss > 3: loss = loss / 2`, by a tensor or by `.item()`; `if loss < best: best.copy_(loss)`")
 def _(w):
+    best = torch.tensor(0.7)
+
     def step(x):
         loss = w.train(x)
+        if loss < best:
+            best.copy_(loss.detach())
         if loss.item() > 0.6:
             loss = loss / 2
         return loss
 
-    def follow(x):
-        loss = w.train(x)
-        return torch.where(loss > 0.6, loss / 2, loss)
+    return step, best.tolist
 
-    return step, follow, nothing
+
+@captured("`if not torch.isfinite(loss): print(...); skipped += 1; return loss`, `if norm.isfinite(): opt.step()`")
+def _(w):
+    state = {"skipped": 0}
+
+    def step(x):
+        w.opt.zero_grad()
+        loss = (w.model(x) + 1).log().sum()
+        if not torch.isfinite(loss):
+            state["skipped"] += 1
+            return loss
+        loss.backward()
+        if nn.utils.clip_grad_norm_(w.model.parameters(), 1.0).isfinite():
+            w.opt.step()
+        return loss
+
+    return step, lambda: state
 
 
 @warned(

@@ -25,6 +25,15 @@ def drop_idle_nodes(gm: fx.GraphModule) -> None:
     ``detach`` shares memory with its argument and differs from it in autograd only, which the graph is past; half of
     the nodes of an unrolled network are such.
     """
+    drop_marks(gm)
+    gm.graph.eliminate_dead_code()
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.rand.default):
+        if node.meta.get(IS_DECIDED) and not node.users:
+            gm.graph.erase_node(node)
+
+
+def drop_marks(gm: fx.GraphModule) -> None:
+    """Remove profiler marks and ``detach`` alone, in place: of two traces the same is left."""
     for node in reversed(gm.graph.nodes):
         if node.op != "call_function":
             continue
@@ -32,10 +41,6 @@ def drop_idle_nodes(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
         elif node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
-            gm.graph.erase_node(node)
-    gm.graph.eliminate_dead_code()
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.rand.default):
-        if node.meta.get(IS_DECIDED) and not node.users:
             gm.graph.erase_node(node)
 
 

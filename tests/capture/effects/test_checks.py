@@ -7,7 +7,7 @@ import torch
 
 from millstream.capture.step.step import Step
 from millstream.errors import CaptureError
-from tests.capture.effects.checking import CHECKS, NO_CHECKS
+from tests.capture.effects.checking import CHECKS, NO_CHECKS, WAYS
 from tests.capture.worlds import interpret
 
 VALUES = 1.0, 2.0, 1e6, 3.0, float("nan"), 1.5, float("inf"), 0.5
@@ -31,7 +31,7 @@ def outcomes(step, capsys, caplog):
     return told
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, *WAYS], ids=lambda check: check.__name__)
 def test_check_is_captured_and_raises_after_the_graph(check, capsys, caplog):
     step = Step(check, build=interpret, strict=True)
     ours, theirs = outcomes(step, capsys, caplog), outcomes(check, capsys, caplog)

@@ -200,13 +200,15 @@ def test_a_callback_writes_rows():
         Step(refused, build=interpret)(torch.ones(2))
 
 
-def test_a_choice_by_a_value_names_what_can_be_done():
+def test_the_largest_value_so_far_is_kept():
     best = [0.0]
 
     def largest(x):
         best[0] = max(best[0], x.sum().item())
         return x * 2
 
-    with pytest.warns(FallbackWarning, match="Its value is known after the step: format it with f-strings"):
-        Step(largest, build=interpret)(torch.ones(2))
-    assert best == [2.0]
+    step = Step(largest, build=interpret, strict=True)
+    for value, wanted in ((1.0, 2.0), (0.5, 2.0), (3.0, 6.0), (2.0, 6.0)):
+        step(torch.full((2,), value))
+        assert best == [wanted]
+    assert step.graphs

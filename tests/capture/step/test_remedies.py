@@ -71,6 +71,36 @@ def _(w):
     return masked, multiplied
 
 
+@remedy("branches on a tensor's value, and its two ways")
+def _(w):
+    def drawn(x):
+        loss = w.model(x).sum()
+        if loss > 0:
+            loss = loss + torch.rand(())
+        return w.finish(loss)
+
+    def selected(x):
+        loss = w.model(x).sum()
+        return w.finish(torch.where(loss > 0, loss + torch.rand(()), loss))
+
+    return drawn, selected
+
+
+@remedy("branches on tensors' values more than")
+def _(w):
+    def halved(x):
+        loss = w.model(x).square().sum()
+        while loss > 0.01:
+            loss = loss / 2
+        return w.finish(loss)
+
+    def scaled(x):
+        loss = w.model(x).square().sum()
+        return w.finish(torch.where(loss > 0.01, loss / loss.detach() * 0.01, loss))
+
+    return halved, scaled
+
+
 @remedy("puts an attribute on")
 def _(w):
     last = {}

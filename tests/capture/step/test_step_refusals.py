@@ -46,13 +46,6 @@ class Base:
         return F.cross_entropy(self.model(x), y)
 
 
-def branches_on_item(base, x, y):
-    loss = base.finish(base.loss(x, y))
-    if loss.item() > 0:
-        loss = loss * 2
-    return loss
-
-
 def item_as_index(base, x, y):
     base.finish(base.loss(x, y))
     return [1, 2, 3][y[0].item()]
@@ -108,17 +101,10 @@ def long_list(base, x, y):
 def swallowed(base, x, y):
     loss = base.finish(base.loss(x, y))
     try:
-        value = 2.0 if loss.item() > 3 else 1.0
+        value = [1.0, 2.0][y[0].item()]
     except Exception:  # noqa: BLE001
         value = -1.0
     return loss * value
-
-
-def branch(base, x, y):
-    loss = base.finish(base.loss(x, y))
-    if loss > 0:
-        loss = loss * 2
-    return loss
 
 
 def to_numpy(base, x, y):
@@ -132,13 +118,6 @@ def mask(base, x, y):
 
 def nonzero(base, x, y):
     return base.finish(base.loss(x, y) + y.nonzero().sum())
-
-
-def nan_to_skip(base, x, y):
-    loss = base.loss(x, y)
-    if torch.isnan(loss).any():
-        return loss
-    return base.finish(loss)
 
 
 def appends(base, x, y):
@@ -198,7 +177,6 @@ def numpy_input(base, x, y):
 
 
 REFUSED = {
-    branches_on_item: ("branches on a tensor's value, read with .item()", "branches_on_item", "ms.callback"),
     item_as_index: ("indexes with a tensor's value", "item_as_index", "f-strings"),
     pads_text: ("cuts, pads, compares or looks", "pads_text", "Format the value itself"),
     cuts_text: ("cuts, pads, compares or looks", "", "Format the value itself"),
@@ -208,12 +186,10 @@ REFUSED = {
     key_of_count: ("changes base.kept", "key_of_count", "ms.callback"),
     cached_by_count: ("weight_of, which has a cache", "", "__wrapped__"),
     long_list: ("more than 256 numbers", "long_list", "outside of the step"),
-    swallowed: ("branches on a tensor's value", "swallowed", "f-strings"),
-    branch: ("branches on a tensor's value", "branch", "torch.where"),
+    swallowed: ("indexes with a tensor's value", "swallowed", "f-strings"),
     to_numpy: ("NumPy array", "to_numpy", "outside of the step"),
     mask: ("shape of a result depends on values", "mask", "torch.where"),
     nonzero: ("shape of a result depends on values", "nonzero", "torch.where"),
-    nan_to_skip: ("branches on a tensor's value", "nan_to_skip", "torch.where"),
     appends: ("changes", "appends", "out of the step"),
     clips_finite: ("branches on a tensor's value", "", "torch.where"),
     python_random: ("calls random.random", "python_random", "outside of the step"),

@@ -148,6 +148,25 @@ def _in_order(expression: Expression, known: dict[int, str]) -> Iterator[Express
             waiting += ((operand, False) for operand in reversed(each.operands))
 
 
+def is_same(one: Expression, other: Expression) -> bool:
+    """Whether two expressions, maybe of two traces, are the same function of the numbers."""
+    waiting = [(one, other)]
+    while waiting:
+        one, other = waiting.pop()
+        if one is other:
+            continue
+        if isinstance(one, Nth) and isinstance(other, Nth) and one.index == other.index:
+            continue
+        if isinstance(one, Always) and isinstance(other, Always) and one.value is other.value:
+            continue
+        if not (isinstance(one, Apply) and isinstance(other, Apply)) or one.function is not other.function:
+            return False
+        if len(one.operands) != len(other.operands):
+            return False
+        waiting += zip(one.operands, other.operands, strict=True)
+    return True
+
+
 def text_of(expression: Expression, names: Sequence[str]) -> str:
     """An expression as people write it; of a long one the beginning, and a digest that tells it from others.
 

@@ -34,11 +34,24 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """One way of a branch on a tensor's value."""
+
+    index: int  # the graph's result that decides
+    outcome: bool  # its value where this way is taken
+
+    def is_taken(self, values: Values) -> bool:
+        """Whether it was; waits for the device."""
+        return bool(values.tensors[self.index]) is self.outcome
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """``location := expression``."""
 
     location: Location  # where to put it
     output: Output  # what to put there
+    ways: tuple[Way, ...] = field(default=(), kw_only=True)  # that it belongs to
 
     def run(self, values: Values, value_of: Callable[[Output], Any]) -> None:  # noqa: ARG002  a count has use for them
         """Put it there."""
@@ -78,6 +91,7 @@ class Call:
     is_wanted: Callable[[], bool] | None = None  # asked first: whether to call at all
     number: int = -1  # by which ``Returned`` finds what it returns
     is_last: bool = False  # whether the state is done, so that meanwhile other threads may call the step
+    ways: tuple[Way, ...] = ()  # that it belongs to
 
     def run(self, values: Values) -> None:
         """Call it."""
@@ -174,7 +188,7 @@ class Effects:
                 continue
             number = numbers.pop(effect.location, None)
             if number is not None and effect.output.kind == "host":
-                count = self.program[position] = Count(effect.location, effect.output, number, allow)
+                count = self.program[position] = Count(effect.location, effect.output, number, allow, ways=effect.ways)
                 self.counts.append(count)
 
     def run(self, values: Values, value_of: Callable[[Output], Any]) -> None:
@@ -182,6 +196,8 @@ class Effects:
         failure: BaseException | None = None
         for effect in self.program:
             try:
+                if effect.ways and not all(way.is_taken(values) for way in effect.ways):
+                    continue
                 if isinstance(effect, Write):
                     effect.run(values, value_of)
                 elif failure is None or effect.is_state:

@@ -62,6 +62,8 @@ class Recorder:
     given: frozenset[int] = frozenset()  # by id, containers among the arguments, which are copies of the user's
     passed: set[int] = field(default_factory=set)  # memory of tensors that parts of the step after this one use, too
     is_part: bool = False  # whether there are such parts
+    # the outcome of a branch with which the program goes on, where both ways are traced; ``None`` where there is none
+    choose: Callable[[Tensor], bool | None] = lambda value: None
 
     @property
     def is_active(self) -> bool:
@@ -127,11 +129,12 @@ class Recorder:
         """Note what a branch on a number leads to, to be done after each replay.
 
         Returns:
-            The outcome with which the program goes on; ``None`` where what another one leads to cannot wait.
+            The outcome with which the program goes on; ``None`` where what another one leads to can neither wait nor
+            be traced, too.
         """
         check = find_check()
         if check is None:
-            return None
+            return self.choose(number.in_graph()) if number.is_readable else None
         self.call(check, number, *check.variables)
         return not check.runs_if
 

@@ -77,6 +77,7 @@ class Request:
     plain: set[Location] = field(default_factory=set)
     disturbed: set[Location] = field(default_factory=set)  # where other threads have written in earlier traces
     style: int = 0  # of text; see ``Texts``
+    ways: tuple[bool, ...] = ()  # outcomes of the first branches on tensors' values; see ``Ways``
     replica: Reducer | None = None  # reduces all gradients between processes, if the step is to do that by itself
     # by position in ``arguments``, dimensions whose sizes are symbols
     dimensions: dict[int, frozenset[int]] = field(default_factory=dict)

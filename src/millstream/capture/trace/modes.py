@@ -318,6 +318,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         randoms: Random results of checkpointed regions.
         write_numbers_down: Has the graph depend on the user's numbers as they are.
         check_switches: Called with each operator and its arguments; may raise an error there.
+        choose: Gives the outcome of a branch on a tensor's value, with which the trace goes on; ``None`` where there is
+            none.
     """
 
     supports_higher_order_operators = True
@@ -334,10 +336,12 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         randoms: RandomRecords,
         write_numbers_down: Callable[[], None],
         check_switches: Callable[[Any, Sequence[Any]], None],
+        choose: Callable[[Tensor], bool | None],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._refuse = refuse
         self._check_switches = check_switches
+        self._choose = choose
         self._write_numbers_down = write_numbers_down
         self._functions = functions
         self._randoms = randoms
@@ -387,7 +391,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return replacement(*args, **kwargs)
             if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
                 result = self._run_random(func, args, kwargs)
-            elif func is aten._local_scalar_dense.default and (outcome := self._uniform.outcome(args[0])) is not None:
+            elif (outcome := self._outcome(func, args)) is not None:
                 return outcome
             else:
                 result = func(*args, **kwargs)
@@ -397,6 +401,15 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fail_at(func)
         finally:
             self._note_line(last)
+
+    def _outcome(self, operator: Any, args: tuple[Any, ...]) -> bool | None:
+        """With which value the trace goes on, where the program asks a tensor for one; ``None`` where there is none."""
+        if operator is not aten._local_scalar_dense.default:
+            return None
+        outcome = self._uniform.outcome(args[0])
+        if outcome is None and self._functions.calling == "__bool__" and is_unknown(args[0]):
+            outcome = self._choose(args[0])
+        return outcome
 
     def _run_random(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("generator") is not None:

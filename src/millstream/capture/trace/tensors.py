@@ -47,6 +47,7 @@ class Leaving:
         kept: Of each gradient, whether that is the one that there was, with other values.
         replaced: State that is read from its place in each call, by index.
         stored: By storage, where the step puts tensors of the graph.
+        num_tensors: Results of the graph that are returned or stored; those that effects read come after them.
     """
 
     request: Request
@@ -62,6 +63,7 @@ class Leaving:
     stored: dict[int, str] = field(default_factory=dict)
     structure: Structure | None = None
     outputs: list[Output] = field(default_factory=list)
+    num_tensors: int = 0
     effects: Effects = field(default_factory=Effects)
 
     def __post_init__(self) -> None:
@@ -166,6 +168,7 @@ class Leaving:
             program.append(Write(change.location, output))
             if output.kind == "graph":
                 self.stored[storage_id(change.after)] = str(change.location)
+        self.num_tensors = len(results)
         self.effects = self.recorder.finish(self.outputs, results)
         return results
 

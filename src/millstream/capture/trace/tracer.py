@@ -21,7 +21,7 @@ import functools
 import sys
 from bdb import BdbQuit
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
@@ -50,9 +50,10 @@ from millstream._torch.tracing import (
     trace_aten,
     unchecked_distributions,
 )
-from millstream.capture.effects.expressions import Nth
+from millstream._torch.workarounds import is_off
+from millstream.capture.effects.expressions import Ask, Nth, is_same
 from millstream.capture.effects.outputs import outputs_recorded
-from millstream.capture.effects.program import COUNTING
+from millstream.capture.effects.program import COUNTING, Way
 from millstream.capture.effects.recorder import Recorder as EffectsRecorder
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.shadow import compare_writes
@@ -139,6 +140,7 @@ from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.switches import SwitchWatch
 from millstream.capture.trace.tensors import Leaving, writes_host
 from millstream.capture.trace.unsupported import check_sources
+from millstream.capture.trace.ways import Ways, are_effects_alike, check_alike, join_effects, join_gradients
 from millstream.errors import CaptureError, DataParallelError
 from millstream.passes.cleanup import (
     drop_idle_nodes,
@@ -150,6 +152,7 @@ from millstream.passes.cleanup import (
     written_inputs,
     written_storages,
 )
+from millstream.passes.ways import DifferentWays, merge_ways, results_of, set_results
 from millstream.signals import signals_wait
 
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
@@ -179,9 +182,10 @@ def trace_step(request: Request) -> Traced:
         tracer.make_readable(error)
         raise
     finally:
-        questions = tracer.questions
-        vars(tracer).clear()  # its methods, given to what watches, would keep the arguments until the next collection
-        give_back(questions)
+        for each in tracer.with_others():
+            questions = each.questions
+            vars(each).clear()  # its methods, given to what watches, would keep the arguments until the next collection
+            give_back(questions)
 
 
 @contextlib.contextmanager
@@ -221,8 +225,11 @@ class _Tracer:
     record: Recorder | None = None  # of what is read and written, in shadow mode
     differences: list[Difference] = field(default_factory=list)  # likewise, to what was found changed
     new_inputs: NewInputs = field(init=False)
+    num_results: int = 0  # of the graph; values of branches come after them
     unsettled: Exception | None = None
     conversions: Conversions = field(default_factory=Conversions)
+    has_text: bool = False  # whether other ways have text with values in it
+    others: list[_Tracer] = field(default_factory=list)  # that have traced the other ways of branches
 
     def __post_init__(self) -> None:
         self.unlifted = find_unlifted(self.request.found)
@@ -232,6 +239,10 @@ class _Tracer:
         self.recorder = EffectsRecorder(self.questions, own, self._note_writes)
         self.questions.check, self.questions.branch = self.recorder.check, self.recorder.branch
         request = self.request
+        is_on = not request.dimensions and request.replica is None and not is_off("branches")
+        self.ways = Ways(request.ways, is_on=is_on)
+        self.ways.count_effects = lambda: len(self.recorder.program)
+        self.recorder.choose = self.ways.take
         self.record = make_recorder(request.function, request.arguments)
         self.switches = SwitchWatch(request.settings)
         if request.dimensions:
@@ -242,6 +253,100 @@ class _Tracer:
             self.mode = self.sizes.mode
 
     def trace(self) -> Traced:
+        tracer, gm = self._trace_ways()
+        try:
+            return tracer._finish(gm)
+        except (CaptureError, NoGraph):
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def with_others(self) -> list[_Tracer]:
+        """It, and those that have traced other ways."""
+        return [self, *(each for other in self.others for each in other.with_others())]
+
+    def _trace_ways(self) -> tuple[_Tracer, fx.GraphModule]:
+        """Record the step, and once more for each branch that it meets, with the other outcome."""
+        try:
+            gm = self._trace_way()
+        except CaptureError as error:
+            if not self.ways.lines:
+                raise
+            raise self.ways.refuse_trace(error) from error
+        self.num_results = len(results_of(gm)) - len(self.ways.values)
+        tracer, first = self, len(self.request.ways)
+        for number in reversed(range(first, len(self.ways.taken))):
+            ways = (*self.ways.taken[:number], not self.ways.taken[number])
+            other = _Tracer(replace(self.request, ways=ways), ran=self.ran)
+            self.others.append(other)
+            try:
+                tracer, gm = tracer._merge(gm, *other._trace_ways(), number)
+            except DifferentWays as different:
+                raise self.ways.refusal(number, str(different)) from None
+        return tracer, gm
+
+    def _merge(
+        self, gm: fx.GraphModule, other: _Tracer, its: fx.GraphModule, number: int
+    ) -> tuple[_Tracer, fx.GraphModule]:
+        """Have one graph for both ways of a branch; the tracer that goes on is the one that reads more numbers."""
+        if len(other.questions.inputs) > len(self.questions.inputs):
+            return other._merge(its, self, gm, number)
+        if self.exchanges or other.exchanges:
+            raise DifferentWays("communicate with other processes")
+        if not all(is_same(one.of, two.of) for one, two in zip(self.questions.inputs, other.questions.inputs)):  # noqa: B905
+            raise DifferentWays("read different numbers")
+        check_alike(self.leaving, other.leaving)
+        is_alike = are_effects_alike(self.recorder, other.recorder)
+        num_both = self.num_results if is_alike else self.leaving.num_tensors
+        results, others = map(results_of, (gm, its))
+        for each, tracer, all_results in ((gm, self, results), (its, other, others)):
+            values = all_results[tracer.num_results :][: number + 1]
+            set_results(each, [*all_results[:num_both], *values])
+        outcome = self.ways.taken[number]
+        own = merge_ways(gm, its, self._inputs_of_both(gm, its), num_both + number, outcome=outcome)
+        *both, value = results_of(gm)
+        kept = [*both[:num_both], *results[num_both : self.num_results]]
+        way = Way(self.num_results, outcome)
+        dropped = join_gradients(self.leaving, other.leaving, way, self.ways.lines[number])
+        if not is_alike:
+            self._join_effects(
+                other, way, number, sum(kept[stack].meta["val"].shape[0] for stack in self.leaving.effects.stacks)
+            )
+        if dropped or not is_alike:
+            kept += (value, *(own[each] for each in others[num_both : other.num_results]))
+        self.recorder.program += dropped
+        self.num_results = len(kept)
+        set_results(gm, [*kept, *both[num_both:]])
+        self._join_questions(other)
+        return self, gm
+
+    def _inputs_of_both(self, gm: fx.GraphModule, its: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+        """For each input of the other way's graph that of this one's, which may read more numbers."""
+        mine, others = (each.graph.find_nodes(op="placeholder") for each in (gm, its))
+        num_last = len(self.request.arguments)
+        first, last = others[: len(others) - num_last], others[len(others) - num_last :]
+        return {**dict(zip(first, mine, strict=False)), **dict(zip(last, mine[len(mine) - num_last :], strict=True))}
+
+    def _join_effects(self, other: _Tracer, way: Way, number: int, num_items: int) -> None:
+        if (where := other.questions.texts.unshown()) is not None:
+            raise text_changed(where)
+        mine, theirs = self.leaving.effects, other.leaving.effects
+        num_before = self.ways.num_effects[number]
+        shift = self.num_results + 1 - other.leaving.num_tensors
+        join_effects(mine, theirs, num_before, way, num_items, shift)
+        mine.waits = sorted({*mine.waits, self.ways.lines[number]})
+        self.recorder.outline = [self.recorder.outline, other.recorder.outline]
+
+    def _join_questions(self, other: _Tracer) -> None:
+        """The graph depends on what either way has asked and used."""
+        self.questions.steps += [step for step in other.questions.steps if isinstance(step, Ask)]
+        self.has_text |= other.has_text or bool(other.questions.texts.made)
+        self.looked_at |= other.looked_at
+        self.asked |= other.asked
+        self.stepped += [each for each in other.stepped if each not in self.stepped]
+        self.differences += other.differences
+
+    def _trace_way(self) -> fx.GraphModule:
         request = self.request
         state = [entry.tensor for entry in request.state]
         before = [gradient.before for gradient in request.gradients if gradient.before is not None]
@@ -304,12 +409,7 @@ class _Tracer:
             torch.clear_autocast_cache()
         if used:
             raise CaptureError(f"The step draws from {used}, which a graph cannot repeat.", remedy=SIDE_EFFECT_REMEDY)
-        try:
-            return self._finish(gm)
-        except (CaptureError, NoGraph):
-            raise
-        except Exception as error:
-            raise self._failure(error) from error
+        return gm
 
     def _undo(self) -> None:
         """Put back what was there before the step; who has come by what it made gets that, too."""
@@ -366,7 +466,14 @@ class _Tracer:
                 self._note_failure, watched, self.recorder, self.sizes, self.kind, self.unlifted, self._on_unlifted
             )
             with (
-                OperatorWatch(self._note_failure, functions, randoms, self._write_numbers_down, self.switches.check),
+                OperatorWatch(
+                    self._note_failure,
+                    functions,
+                    randoms,
+                    self._write_numbers_down,
+                    self.switches.check,
+                    self.ways.take,
+                ),
                 functions,
                 functions.from_numpy_refused(),
                 backward_watched(functions.around_backward),
@@ -399,7 +506,7 @@ class _Tracer:
                     self.leaving.keep_gradients()
                     results = self.leaving.take_outputs(result, stored)
                     self.leaving.copy_back()
-                    return results
+                    return [*results, *self.ways.values]
 
         try:
             with pretend_compiling():
@@ -740,7 +847,7 @@ class _Tracer:
                 )
         drop_idle_nodes(gm)
         leaving.effects.said = self.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
-        if self.questions.texts.made:
+        if self.questions.texts.made or self.has_text:
             if (where := self.questions.texts.unshown()) is not None:
                 raise text_changed(where)
             leaving.effects.outline = leaving.effects.said
