@@ -92,6 +92,39 @@ def test_manual_optimization_counts_steps_and_checkpoints(loader, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"]
 
 
+class OwnOptimizers(ManualModule):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def plain_step(self, x, y):
+        optimizer = self.optimizers()
+        loss = F.cross_entropy(self.net(x), y)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    captured_step = ms.step(plain_step)
+    is_captured = True
+
+    def training_step(self, batch, batch_index):
+        self.log("loss", (self.captured_step if self.is_captured else self.plain_step)(*batch))
+
+
+def test_optimizers_of_lightning_in_a_step(loader, tmp_path):
+    found = []
+    for is_captured in (True, False):
+        torch.manual_seed(0)
+        module = OwnOptimizers(make_net())
+        module.is_captured = is_captured
+        trainer = L.Trainer(max_steps=4, enable_checkpointing=False, default_root_dir=tmp_path, **QUIET)
+        trainer.fit(module, loader)
+        assert trainer.global_step == 4
+        found.append([each.detach() for each in module.parameters()])
+    torch.testing.assert_close(*found)
+    assert len(OwnOptimizers.captured_step.history) == 1
+
+
 def test_compiled_lightning_module_is_refused(loader, tmp_path):
     compiled = ms.compile(ManualModule(make_net()))
     with pytest.raises(ms.CaptureError, match=r"self.net = ms.compile\(net\)"):
