@@ -66,9 +66,14 @@ def test_the_project_of_a_step_is_the_users_own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A library that is installed, with a function which reads a value."""
+    """A library that is installed, with a function that branches on a value, and one that needs an array."""
     file = tmp_path / "readers.py"
-    file.write_text("def read(x):\n    return x if x.sum().item() > 0 else -x\n", encoding="utf-8")
+    text = """def read(x):
+    return x if x.sum().item() > 0 else -x
+def export(x):
+    return x * x.detach().numpy().sum().item()
+"""
+    file.write_text(text, encoding="utf-8")
     monkeypatch.setattr(lines, "_packages_elsewhere", lambda: {tmp_path})
     is_users_own.cache_clear()
     spec = importlib.util.spec_from_file_location("readers", file)
@@ -83,15 +88,15 @@ def test_a_reason_names_the_users_line_then_the_librarys(library):
     weight = torch.ones(3, requires_grad=True)
 
     def before(x):
-        loss = library.read(x * weight).sum()
+        loss = library.export(x * weight).sum()
         loss.backward()
         return loss
 
     def after(x):
         weight.sum().backward()
-        return library.read(x)
+        return library.export(x)
 
-    place = rf"{re.escape(__file__)}:{{}}, which comes to {re.escape(library.__file__)}:2"
+    place = rf"{re.escape(__file__)}:{{}}, which comes to {re.escape(library.__file__)}:4"
     for function, remedy in ((before, "an option of .* or compile the parts"), (after, r"Or put line \d+ into")):
         where = place.format(function.__code__.co_firstlineno + (1 if function is before else 2))
         with pytest.warns(ms.FallbackWarning, match=rf"At {where}\. .*{remedy}"):
