@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,7 +17,6 @@ _lock = threading.Lock()
 _thread = threading.local()
 _original: list[Any] = []
 _num_watching = [0]
-_describe: list[Callable[[], str]] = []
 
 
 @contextmanager
@@ -57,35 +55,6 @@ def _run_backward(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             if (context := watcher([root for root in roots if root is not None])) is not None:
                 within.enter_context(context)
         return _original[0](tensors, *args, **kwargs)
-
-
-def explain_missing_graphs(describe: Callable[[], str]) -> None:
-    """Have errors of backward passes from what has no graph carry a note, from now on and in all threads."""
-    with _lock:
-        if _describe:
-            return
-        _describe.append(describe)
-        if _num_watching[0]:
-            _original[0] = _telling(_original[0], describe)
-        else:
-            torch.autograd._engine_run_backward = _telling(  # type: ignore[attr-defined]
-                torch.autograd._engine_run_backward,  # type: ignore[attr-defined]
-                describe,
-            )
-
-
-def _telling(original: Callable[..., Any], describe: Callable[[], str]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except RuntimeError as error:
-            if "does not require grad and does not have a grad_fn" in str(error) and (note := describe()):
-                error.add_note(note)
-            raise
-
-    leave_to_python(run)
-    return run
 
 
 def is_active(mode: TorchFunctionMode) -> bool:

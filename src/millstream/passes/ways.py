@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from millstream._torch.tensors import FakeTensor, storage_id
+from millstream._torch.tensors import FakeTensor, storage_id, without_autocast
 from millstream.passes.cleanup import drop_marks, storages_written_by
 
 aten = torch.ops.aten
@@ -260,7 +260,7 @@ class _Merge:
 
     def _evaluate(self, node: fx.Node) -> None:
         args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-        with self._mode, torch.no_grad():
+        with self._mode, without_autocast(), torch.no_grad():  # which the recorded operators have behind them
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -308,7 +308,7 @@ def _computed(gm: fx.GraphModule) -> list[fx.Node]:
 def _is_same_constant(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         is_alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
-        return is_alike and torch.equal(one, other)
+        return is_alike and repr(one.tolist()) == repr(other.tolist())  # NaN included
     return one is other
 
 
@@ -350,14 +350,14 @@ def _check_in_vain(nodes: Sequence[fx.Node], used: Collection[fx.Node]) -> None:
             continue
         operator = node.target
         if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
-            raise DifferentWays(f"have {node.target}, which may run where it is meant to only")
+            raise DifferentWays(f"have {node.target}, which must not run where its way is not taken")
         is_whole = all(not each.is_floating_point() for each in _tensors(node.meta.get("val")))
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in operator._schema.returns)
         is_safe = (
             name in _SAFE or is_view or name.startswith("_foreach_") or any(tag in operator.tags for tag in _SAFE_TAGS)
         )
         if torch.Tag.nondeterministic_seeded in operator.tags or not is_safe or (name in _DIVIDES and is_whole):
-            raise DifferentWays(f"have {name}, which may run where it is meant to only")
+            raise DifferentWays(f"have {name}, which must not run where its way is not taken")
         if name in _BY_INDEX and not any(
             each in used for each in node.all_input_nodes if not each.meta["val"].is_floating_point()
         ):

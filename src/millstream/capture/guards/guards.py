@@ -142,9 +142,7 @@ class BorrowedEntries(Entries):
         return all(map(is_, self.now(), self.values)) or all(map(self.test, self.now(), self.values))
 
     def triples(self) -> Iterator[tuple[Any, Any, Any]]:
-        places = zip(self.things, self.now(), self.values, strict=True)
-        # Compiled code compares with what is there: a wrapper that stays would have Python look in each call.
-        return ((*place[:2], now if original_of(now) is value else value) for place, now, value in places)
+        return ((holder, key, value) for (holder, key, _), value in zip(self.things, self.values, strict=True))
 
 
 class AbsentEntries(Entries):

@@ -12,7 +12,6 @@ import copy
 import functools
 import time
 import types
-import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -22,7 +21,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from millstream._torch.backward import explain_missing_graphs
 from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.distributed.data_parallel import watch_wrapping
 from millstream._torch.hooks import OwnHook
@@ -127,19 +125,6 @@ class Fallback:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_steps: weakref.WeakSet[Step[Any, Any]] = weakref.WeakSet()
-
-
-def _what_is_detached() -> str:
-    names = sorted({step._name for step in _steps})
-    if not names:
-        return ""
-    of = " or ".join(names) if len(names) < 4 else "a function under @ms.step"
-    return (
-        f"If it is a result of {of}: what a step returns is detached, as its graph is not kept. Call backward() within "
-        "the step; where it is to stay outside, compile the model alone, with ms.compile(model)."
-    )
-
 
 class Step(Generic[P, R]):
     """A training step that is captured whole, with its optimizers, and replayed.
@@ -179,8 +164,6 @@ class Step(Generic[P, R]):
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         claim(function)
-        _steps.add(self)
-        explain_missing_graphs(_what_is_detached)
         self.function = function
         self.strict = strict
         self.max_graphs = max_graphs
