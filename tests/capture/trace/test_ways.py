@@ -194,6 +194,7 @@ def compare(function, make, how, number=10):
 def test_both_ways_are_as_in_eager(function, capsys):
     step = compare(function, lambda each: Step(each, build=interpret, strict=True), {})
     assert 1 <= len(step.graphs) <= 3
+    assert all("both ways of the branch at" in each.effects.notes[0] for each in step.graphs)
     said = capsys.readouterr().out.splitlines()
     assert sorted(said[::2]) == sorted(said[1::2])
 

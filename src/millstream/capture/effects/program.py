@@ -124,6 +124,7 @@ class Effects:
     # questions that the program asked of the host, and their answers
     conditions: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)  # the user's lines whose values the host waits for
+    branches: list[str] = field(default_factory=list)  # those of branches of which the graph computes both ways
     counts: list[Count] = field(default_factory=list)  # those writes of the program
     # the same for two traces that differ in the style of text alone; ``None`` where there is no text
     outline: Any = None
@@ -132,9 +133,10 @@ class Effects:
     @property
     def notes(self) -> list[str]:
         """What they cost, for people."""
-        if not self.waits:
-            return []
-        return [f"the host waits for the device once a call, for values at {', '.join(self.waits)}"]
+        notes = [f"both ways of the branch at {line} are computed, and one is kept" for line in self.branches]
+        if self.waits:
+            notes.append(f"the host waits for the device once a call, for values at {', '.join(self.waits)}")
+        return notes
 
     @property
     def targets(self) -> set[int]:

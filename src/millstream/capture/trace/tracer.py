@@ -318,6 +318,8 @@ class _Tracer:
         self.num_results = len(kept)
         set_results(gm, [*kept, *both[num_both:]])
         self._join_questions(other)
+        lines = (self.ways.lines[number], *self.leaving.effects.branches, *other.leaving.effects.branches)
+        self.leaving.effects.branches = [*dict.fromkeys(lines)]
         return self, gm
 
     def _inputs_of_both(self, gm: fx.GraphModule, its: fx.GraphModule) -> dict[fx.Node, fx.Node]:
