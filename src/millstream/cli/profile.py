@@ -74,8 +74,9 @@ def profile(target: str, arguments: list[str], *, as_module: bool, save: list[Pa
     for path in save:
         try:
             run.save(path)
-        except OSError as error:
-            print(f"millstream: cannot write {path}: {error.strerror}", file=sys.stderr)
+        except (ArgumentError, OSError) as error:  # the script may have removed its folder
+            why = f"cannot write {path}: {error.strerror}" if isinstance(error, OSError) else error
+            print(f"millstream: {why}", file=sys.stderr)
             return code or EXIT_FAILED
         print(f"saved {path}", file=sys.stderr)
     held = _held_against(conditions, run.to_dict())

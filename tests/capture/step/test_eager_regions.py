@@ -608,7 +608,7 @@ def test_a_reason_offers_a_region_where_it_would_work():
     def late(x):
         loss = bench.model(x).square().mean()
         loss.backward()
-        if loss.item() > 1e9:
+        if [False, True][loss.item() > 1e9]:
             bench.opt.zero_grad()
             return loss
         bench.opt.step()
@@ -617,7 +617,7 @@ def test_a_reason_offers_a_region_where_it_would_work():
 
     def early(x):
         loss = bench.model(x).square().mean()
-        if loss.item() > 1e9:
+        if [False, True][loss.item() > 1e9]:
             return loss
         loss.backward()
         bench.opt.step()

@@ -85,8 +85,8 @@ def training(how):
         loss = net(x).sum()
         if how == "reads a clock":
             loss = loss * time.time()
-        elif how == "branches" and loss > 0:
-            loss = loss * 2
+        elif how == "indexes":
+            loss = [loss, loss * 2][loss.item() > 0]
         elif how == "fails as it is traced":
             loss = torch.sparse.sum((loss * torch.eye(2)).to_sparse())
         loss.backward()
@@ -97,7 +97,7 @@ def training(how):
     return ms.step(train)
 
 
-REFUSED = ("reads a clock", "branches", "fails as it is traced")
+REFUSED = ("reads a clock", "indexes", "fails as it is traced")
 PROGRAMS = {
     **{how: functools.partial(training, how) for how in ("is captured", *REFUSED)},
     "a model": lambda: ms.compile(nn.Linear(3, 2)),

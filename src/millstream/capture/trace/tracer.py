@@ -291,6 +291,8 @@ class _Tracer:
         """Have one graph for both ways of a branch; the tracer that goes on is the one that reads more numbers."""
         if len(other.questions.inputs) > len(self.questions.inputs):
             return other._merge(its, self, gm, number)
+        if len(other.ways.values) <= number:  # something decides that is not in the graph
+            raise DifferentWays("are not the same up to there")
         if self.exchanges or other.exchanges:
             raise DifferentWays("communicate with other processes")
         if not all(is_same(one.of, two.of) for one, two in zip(self.questions.inputs, other.questions.inputs)):  # noqa: B905

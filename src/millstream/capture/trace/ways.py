@@ -15,7 +15,7 @@ from torch import Tensor
 from millstream.capture.effects.program import Call, Effect, Effects, Output, Way, all_needs
 from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.effects.values import Item
-from millstream.capture.lines import here
+from millstream.capture.lines import here, stopped_at
 from millstream.capture.trace.tensors import Leaving
 from millstream.errors import CaptureError
 from millstream.passes.ways import DifferentWays
@@ -54,7 +54,7 @@ class Ways:
         """The outcome with which the trace goes on; ``None`` where it cannot."""
         number = len(self.values)
         self.is_full = number == MOST_BRANCHES
-        if not self.is_on or self.is_full:
+        if not self.is_on or self.is_full or stopped_at() is not None:
             return None
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))
