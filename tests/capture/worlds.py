@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -68,7 +69,9 @@ def assert_same(ours: Any, theirs: Any, *, rtol: float = 1e-5, atol: float = 1e-
     """Same structure, same values within a tolerance."""
     if isinstance(theirs, Tensor):
         assert isinstance(ours, Tensor), name
-        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            ours.detach(), theirs.detach(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{name}: {m}"
+        )
     elif isinstance(theirs, dict):
         assert list(ours) == list(theirs), name
         for key in theirs:
@@ -83,7 +86,7 @@ def assert_same(ours: Any, theirs: Any, *, rtol: float = 1e-5, atol: float = 1e-
         for field in dataclasses.fields(theirs):
             assert_same(getattr(ours, field.name), getattr(theirs, field.name), rtol=rtol, atol=atol, name=field.name)
     elif isinstance(theirs, float):
-        assert abs(ours - theirs) <= atol + rtol * abs(theirs), name
+        assert math.isclose(ours, theirs, rel_tol=rtol, abs_tol=atol) or (ours != ours and theirs != theirs), name
     else:
         assert ours == theirs, name
 

@@ -291,6 +291,8 @@ class _Tracer:
         """Have one graph for both ways of a branch; the tracer that goes on is the one that reads more numbers."""
         if len(other.questions.inputs) > len(self.questions.inputs):
             return other._merge(its, self, gm, number)
+        if other.unsettled is not None:
+            raise other.unsettled
         if len(other.ways.values) <= number:  # something decides that is not in the graph
             raise DifferentWays("are not the same up to there")
         if self.exchanges or other.exchanges:
@@ -334,16 +336,17 @@ class _Tracer:
     def _join_effects(self, other: _Tracer, way: Way, number: int, num_items: int) -> None:
         if (where := other.questions.texts.unshown()) is not None:
             raise text_changed(where)
-        mine, theirs = self.leaving.effects, other.leaving.effects
         num_before = self.ways.num_effects[number]
         shift = self.num_results + 1 - other.leaving.num_tensors
-        join_effects(mine, theirs, num_before, way, num_items, shift)
-        mine.waits = sorted({*mine.waits, self.ways.lines[number]})
+        join_effects(self.leaving, other.leaving, num_before, way, num_items, shift)
+        self.leaving.effects.waits = sorted({*self.leaving.effects.waits, self.ways.lines[number]})
         self.recorder.outline = [self.recorder.outline, other.recorder.outline]
 
     def _join_questions(self, other: _Tracer) -> None:
         """The graph depends on what either way has asked and used."""
-        self.questions.steps += [step for step in other.questions.steps if isinstance(step, Ask)]
+        for step in other.questions.steps:
+            if isinstance(step, Ask):
+                self.questions.ask(step.of, step.is_answer)
         self.has_text |= other.has_text or bool(other.questions.texts.made)
         self.looked_at |= other.looked_at
         self.asked |= other.asked

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from millstream.capture.effects.program import Call, Effect, Effects, Output, Way, all_needs
+from millstream.capture.effects.program import Call, Effect, Output, Way, all_needs
 from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.effects.values import Item
 from millstream.capture.lines import here, stopped_at
@@ -101,20 +102,21 @@ def are_effects_alike(one: Recorder, other: Recorder) -> bool:
     return one.outline == other.outline and all(map(_is_alike, one.program, other.program))
 
 
-def join_effects(one: Effects, other: Effects, number: int, way: Way, num_items: int, shift: int) -> None:
-    """Have ``one`` do what belongs to its way, and what belongs to the other one, each where it is taken.
+def join_effects(leaving: Leaving, other_one: Leaving, number: int, way: Way, num_items: int, shift: int) -> None:
+    """Have ``leaving`` do what belongs to its way, and what belongs to the other one, each where it is taken.
 
     Args:
-        one: Effects of the way that the graph was recorded with.
-        other: Of the other one.
+        leaving: Of the way that the graph was recorded with.
+        other_one: Of the other one.
         number: So many effects come before the branch.
         way: The first way.
         num_items: Numbers that the first way's effects read.
         shift: What is added to positions of the other graph's results.
     """
+    one, other = leaving.effects, other_one.effects
     if not all(map(_is_alike, one.program[:number], other.program[:number])):
         raise DifferentWays("are not the same up to there")
-    for leaf in all_needs(other.program[number:], ()):
+    for leaf in all_needs(other.program[number:], other_one.outputs):
         leaf.index += num_items if isinstance(leaf, Item) else shift
     its = replace(way, outcome=not way.outcome)
     program = [replace(effect, ways=(way, *effect.ways)) for effect in one.program[number:]]
@@ -122,9 +124,35 @@ def join_effects(one: Effects, other: Effects, number: int, way: Way, num_items:
         ways = (replace(each, index=each.index + shift) for each in effect.ways)
         program.append(replace(effect, ways=(its, *ways)))
     one.program[number:] = program
+    leaving.outputs = [
+        replace(mine, value=_Taken(way, mine.value, _shifted(theirs.value, shift)), needs=mine.needs | theirs.needs)
+        if mine.kind == "host"
+        else mine
+        for mine, theirs in zip(leaving.outputs, other_one.outputs, strict=True)
+    ]
     one.stacks += (stack + shift for stack in other.stacks)
     one.conditions += other.conditions
     one.waits = sorted({*one.waits, *other.waits})
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A number or text that is one in this way, and another in the other way."""
+
+    way: Way
+    here: Callable[[Any], Any]
+    otherwise: Callable[[Any], Any]
+
+    def __call__(self, values: Any) -> Any:
+        return self.here(values) if self.way.is_taken(values) else self.otherwise(values)
+
+
+def _shifted(value: Callable[[Any], Any], shift: int) -> Callable[[Any], Any]:
+    """It, with ways that are decided by results ``shift`` positions further on."""
+    if not isinstance(value, _Taken):
+        return value
+    way = replace(value.way, index=value.way.index + shift)
+    return _Taken(way, _shifted(value.here, shift), _shifted(value.otherwise, shift))
 
 
 def join_gradients(one: Leaving, other: Leaving, way: Way, where: str) -> list[Call]:
