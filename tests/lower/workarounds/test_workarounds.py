@@ -333,6 +333,25 @@ def drop_channels():
     step(torch.ones(2, 3, 4, 1))
 
 
+def transform_along_any_dimension():
+    x, frequencies = torch.randn(5, 10, 7), torch.randn(5, 6, 7)
+
+    def run(wrap):
+        results = [
+            wrap(partial(torch.fft.rfftn, dim=dim))(x).clone() for dim in ((1,), (0, 1), (1, 0), (0,), (-1,), (0, 1, 2))
+        ]
+        given = frequencies.clone().requires_grad_()
+        result = wrap(partial(torch.fft.irfft, n=10, dim=1, norm="ortho"))(given)
+        result.mul(x).sum().backward()
+        return *results, result.detach(), given.grad
+
+    def wrap(call):
+        return ms.compile(lambda x: torch.view_as_real(y) if (y := call(x)).is_complex() else y, strict=True)
+
+    for ours, theirs in zip(run(wrap), run(lambda call: call), strict=True):
+        torch.testing.assert_close(ours, torch.view_as_real(theirs) if theirs.is_complex() else theirs)
+
+
 SHOWN_BY = {
     "pytorch#118260": call_from_threads,
     "pytorch#133512": read_by_strides,
@@ -354,6 +373,7 @@ SHOWN_BY = {
     "pytorch#197094": train_complex_parameters,
     "pytorch#198031": give_operators_copies,
     "expanded-scatter": scatter_into_expanded,
+    "fft-strides": transform_along_any_dimension,
     "pytorch#197829": lambda: test_copies.assert_right([test_copies.mix_in_place], "step"),
     "pytorch#198094": lambda: test_copies.assert_right([test_copies.return_edited], "step"),
     "pytorch#198101": lambda: test_copies.assert_right([test_copies.read_bits], "compile", [1]),
@@ -428,6 +448,7 @@ PROGRAMS = [
     scatter_into_expanded,
     give_operators_copies,
     multiply_by_a_part,
+    transform_along_any_dimension,
 ]
 
 

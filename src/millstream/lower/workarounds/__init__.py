@@ -26,6 +26,7 @@ from millstream._torch.workarounds import Decompositions, Workaround, without
 from millstream.lower.workarounds.captured import foreach_order
 from millstream.lower.workarounds.decompositions import (
     expanded_scatter,
+    fft_strides,
     pytorch_167313,
     pytorch_187173,
     pytorch_197094,
@@ -101,6 +102,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_198031.WORKAROUND,
     pytorch_198119.WORKAROUND,
     expanded_scatter.WORKAROUND,
+    fft_strides.WORKAROUND,
     pytorch_197829.WORKAROUND,
     pytorch_198094.WORKAROUND,
     pytorch_198101.WORKAROUND,
