@@ -148,7 +148,7 @@ def _in_order(expression: Expression, known: dict[int, str]) -> Iterator[Express
             waiting += ((operand, False) for operand in reversed(each.operands))
 
 
-def is_same(one: Expression, other: Expression) -> bool:
+def computes_the_same(one: Expression, other: Expression) -> bool:
     """Whether two expressions, maybe of two traces, are the same function of the numbers."""
     waiting = [(one, other)]
     while waiting:

@@ -1,7 +1,7 @@
 """Branches on a tensor's value: which way a trace takes, and what both ways must have in common to be one graph.
 
 A step that skips a batch whose loss is not finite decides by a value that nobody knows while it is traced. It is traced
-once for each outcome; ``passes.ways`` has the graph compute both and select.
+once for each outcome; ``passes.selecting`` has the graph compute both and select.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millstream.capture.effects.values import Item
 from millstream.capture.lines import here, stopped_at
 from millstream.capture.trace.tensors import Leaving
 from millstream.errors import CaptureError
-from millstream.passes.ways import DifferentWays
+from millstream.passes.selecting import DifferentWays
 
 MOST_BRANCHES = 2
 """Of a step: each doubles the traces."""
@@ -38,7 +38,7 @@ class Ways:
         values: Of each branch, a boolean without dimensions.
         lines: The user's.
         is_full: Whether it has met more than can be.
-        num_effects: Before it, of the step.
+        num_effects: Of each branch, how many effects come before it.
         count_effects: How many there are by now.
     """
 
@@ -102,21 +102,21 @@ def are_effects_alike(one: Recorder, other: Recorder) -> bool:
     return one.outline == other.outline and all(map(_is_alike, one.program, other.program))
 
 
-def join_effects(leaving: Leaving, other_one: Leaving, number: int, way: Way, num_items: int, shift: int) -> None:
-    """Have ``leaving`` do what belongs to its way, and what belongs to the other one, each where it is taken.
+def join_effects(mine: Leaving, theirs: Leaving, number: int, way: Way, num_items: int, shift: int) -> None:
+    """Have ``mine`` do what belongs to its way, and what belongs to the other one, each where it is taken.
 
     Args:
-        leaving: Of the way that the graph was recorded with.
-        other_one: Of the other one.
+        mine: Of the way that the graph was recorded with.
+        theirs: Of the other one.
         number: So many effects come before the branch.
         way: The first way.
         num_items: Numbers that the first way's effects read.
         shift: What is added to positions of the other graph's results.
     """
-    one, other = leaving.effects, other_one.effects
+    one, other = mine.effects, theirs.effects
     if not all(map(_is_alike, one.program[:number], other.program[:number])):
         raise DifferentWays("are not the same up to there")
-    for leaf in all_needs(other.program[number:], other_one.outputs):
+    for leaf in all_needs(other.program[number:], theirs.outputs):
         leaf.index += num_items if isinstance(leaf, Item) else shift
     its = replace(way, outcome=not way.outcome)
     program = [replace(effect, ways=(way, *effect.ways)) for effect in one.program[number:]]
@@ -124,11 +124,11 @@ def join_effects(leaving: Leaving, other_one: Leaving, number: int, way: Way, nu
         ways = (replace(each, index=each.index + shift) for each in effect.ways)
         program.append(replace(effect, ways=(its, *ways)))
     one.program[number:] = program
-    leaving.outputs = [
-        replace(mine, value=_Taken(way, mine.value, _shifted(theirs.value, shift)), needs=mine.needs | theirs.needs)
-        if mine.kind == "host"
-        else mine
-        for mine, theirs in zip(leaving.outputs, other_one.outputs, strict=True)
+    mine.outputs = [
+        replace(first, value=_Taken(way, first.value, _shifted(second.value, shift)), needs=first.needs | second.needs)
+        if first.kind == "host"
+        else first
+        for first, second in zip(mine.outputs, theirs.outputs, strict=True)
     ]
     one.stacks += (stack + shift for stack in other.stacks)
     one.conditions += other.conditions
