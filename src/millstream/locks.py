@@ -10,10 +10,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
-
-R = TypeVar("R")
 
 
 class ForkSafeLock:
@@ -34,21 +32,16 @@ _all: WeakSet[ForkSafeLock] = WeakSet()
 
 
 class Tracing(ForkSafeLock):
-    """Held while a step is traced: one thread at a time, for which tensors of the user's have no values meanwhile.
-
-    Captured programs take tensors as they are. So a program that runs when a trace is about to begin is waited for,
-    and one that comes later waits if it is given a tensor that is traced. Each says that it is there before it looks
-    for the other.
+    """Held while a step is traced: one thread at a time.
 
     Attributes:
-        kinds: Classes that tensors have while they are traced; empty where none is, or is about to be.
-        tracer: The thread that traces then.
-        running: Threads that run programs, once for each.
+        before: What was where the step has put something in this trace, for other threads that meet it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kinds, self.tracer, self.running = tuple[type, ...](), 0, list[int]()
+        self.before: Callable[[Any], Any] = unknown_before
+        self._undoing: list[tuple[int, Callable[[], object]]] = []
 
     def is_elsewhere(self) -> bool:
         """Whether another thread traces now."""
@@ -57,21 +50,27 @@ class Tracing(ForkSafeLock):
             return False
         return True
 
-    def run(self, program: Callable[[list[Any]], R], inputs: list[Any]) -> R:
-        """``program(inputs)``, when no other thread traces any of them."""
-        thread = threading.get_ident()
-        self.running.append(thread)
+    @contextmanager
+    def undoing(self, undo: Callable[[], object]) -> Iterator[None]:
+        """Call ``undo`` at the end of the context; in a child that another thread forks meanwhile, there at once."""
+        entry = threading.get_ident(), undo
+        self._undoing.append(entry)
         try:
-            while self.kinds and self.tracer != thread and any(type(each) in self.kinds for each in inputs):
-                self.running.remove(thread)
-                try:
-                    with self.lock:
-                        pass
-                finally:
-                    self.running.append(thread)
-            return program(inputs)
+            yield
         finally:
-            self.running.remove(thread)
+            if entry in self._undoing:
+                self._undoing.remove(entry)
+                undo()
+
+    def end_after_fork(self) -> None:
+        """Undo what another thread, which the child does not have, has changed for a trace."""
+        self.before = unknown_before
+        while self._undoing and self._undoing[-1][0] != threading.get_ident():
+            self._undoing.pop()[1]()
+
+
+def unknown_before(_: Any) -> None:
+    """What was there before, where nobody traces."""
 
 
 TRACING = Tracing()
@@ -80,7 +79,7 @@ TRACING = Tracing()
 def _start_afresh_after_fork() -> None:
     for each in list(_all):
         each.lock = threading.RLock()
-    TRACING.kinds, TRACING.running = (), [each for each in TRACING.running if each == threading.get_ident()]
+    TRACING.end_after_fork()
 
 
 if hasattr(os, "register_at_fork"):

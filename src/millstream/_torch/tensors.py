@@ -113,16 +113,6 @@ def without_autocast() -> AbstractContextManager[Any]:
     return context
 
 
-def swap_contents(left: Tensor, right: Tensor) -> None:
-    """Exchange what two tensor objects hold: attributes, storage, gradient; classes and every reference to them stay.
-
-    ``torch.utils.swap_tensors`` does more, for good, and therefore refuses tensors with other owners; here the
-    exchange is undone soon, so that other owners never notice. Tried on 2.11 and 2.13.
-    """
-    torch._C._swap_tensor_impl(left, right)  # first, because it may refuse
-    left.__dict__, right.__dict__ = right.__dict__, left.__dict__
-
-
 def real_tensors() -> AbstractContextManager[Any]:
     """For the length of the context, no mode of a trace sees what is made: it has values. Tried on 2.11 and 2.13."""
     return _disable_current_modes()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C import DisableTorchFunction
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -365,7 +366,7 @@ class NewInputs:
         graph = self._tracer.graph
         with (
             graph.inserting_before() if self._last is None else graph.inserting_after(self._last),
-            torch._C.DisableTorchFunction(),
+            DisableTorchFunction(),
             torch._C._DisableFuncTorch(),  # type: ignore[attr-defined]
             _disable_current_modes(),
         ):

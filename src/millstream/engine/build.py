@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +23,6 @@ from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
 from millstream.errors import ArgumentError
 from millstream.graph import Candidate, KernelKind, Plan, Wait
-from millstream.locks import TRACING
 from millstream.lower import Lowered
 from millstream.schedule import peak_bytes, plan_alike, plan_graph, plan_serial
 
@@ -57,14 +55,7 @@ class Executable:
         self.notes = notes
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        thread = get_ident()  # as ``TRACING.run``, as a rule without a call more
-        TRACING.running.append(thread)
-        try:
-            if not TRACING.kinds:
-                return self.engine(inputs)
-        finally:
-            TRACING.running.remove(thread)
-        return TRACING.run(self.engine, inputs)
+        return self.engine(inputs)
 
     def release(self) -> None:
         """Give back the memory it holds between calls; the next call takes it again."""
@@ -73,7 +64,7 @@ class Executable:
     def run_uncaptured(self, inputs: list[Any]) -> list[Any]:
         """Run a call without capturing or replaying anything: for calls that are rare."""
         engine = self.engine
-        return TRACING.run(engine.run_uncaptured if isinstance(engine, CudaGraphEngine) else engine, inputs)
+        return engine.run_uncaptured(inputs) if isinstance(engine, CudaGraphEngine) else engine(inputs)
 
     @property
     def lowered(self) -> Lowered:

@@ -466,9 +466,7 @@ def test_a_forked_child_has_locks_of_its_own():
         """
         import importlib, os, threading, warnings
         from millstream.capture import Step
-        from millstream.capture.state import lift
-        from millstream.capture.state.lift import TRACING
-        lift.LONGEST_WAIT_TO_FORK = 0.1
+        from millstream.locks import TRACING
         fetch = importlib.import_module("millstream.results.fetching")
         warnings.simplefilter("ignore")  # about threads in who forks
 

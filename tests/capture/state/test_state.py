@@ -4,71 +4,37 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
 import torch
 from torch import nn
 
 from millstream._torch.hooks import has_tensor_hooks
-from millstream._torch.tensors import FakeTensor, FakeTensorMode, storage_id
+from millstream._torch.tensors import FakeTensorMode, storage_id
 from millstream.capture.state import lift as lifting
 from millstream.capture.state.discover import discover
-from millstream.capture.state.lift import become_fake, find_host_scalars, lift
+from millstream.capture.state.lift import find_host_scalars, lift
 from millstream.capture.trace.patches.optimizers import CountsOnDevice
+from millstream.capture.trace.twins import Twins
 
 
-def test_tensors_become_fake_in_every_place_and_real_again():
-    model = nn.Linear(2, 2)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    opt.step()
-    model.weight.mark = "mine"
-    weight, grad = model.weight, model.weight.grad
-    values, addresses = [weight.detach().clone(), grad.clone()], [weight.data_ptr(), grad.data_ptr()]
-    momentum = opt.state[weight]["momentum_buffer"]
-    held = [weight, (weight, momentum)]
-    mode = FakeTensorMode()
-    with contextlib.suppress(ZeroDivisionError), become_fake([weight, momentum, grad], mode, {}), mode:
-        assert isinstance(held[1][0], FakeTensor)
-        assert isinstance(held[0], nn.Parameter)
-        assert weight.mark == "mine"
-        assert weight.grad is grad
-        assert opt.state[weight]["momentum_buffer"] is momentum
-        weight.sum().backward()
-        assert weight.grad is grad
-        weight.grad = None
-        raise ZeroDivisionError
-    assert type(weight) is nn.Parameter
-    assert type(grad) is torch.Tensor
-    assert weight.grad is grad
-    assert vars(weight) == {"mark": "mine"}
-    assert [weight.data_ptr(), grad.data_ptr()] == addresses
-    assert torch.equal(weight, values[0])
-    assert torch.equal(grad, values[1])
-    model(torch.ones(1, 2)).sum().backward()
-    assert torch.equal(grad, values[1] + 1)
-
-
-def test_a_tensor_that_cannot_be_exchanged_leaves_all_real():
-    first, second = torch.ones(2), torch.ones(2)
-    mode = FakeTensorMode()
-    weight = nn.Parameter(torch.ones(2, 2))
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.ones(2, 2) @ weight  # autocast keeps a weak reference to the weight
-        fake = become_fake([first, weight, second], mode, {})
-        with pytest.raises(RuntimeError, match="weakrefs"):
-            fake.__enter__()
-    assert type(first) is type(second) is torch.Tensor
-    assert type(weight) is nn.Parameter
-    assert first.tolist() == [1, 1]
-
-
-def test_views_of_one_memory_stay_views_of_one_memory():
+def test_tensors_have_fake_twins_and_stay_as_they_are():
     base = torch.zeros(4)
-    left, right = base[:2], base[2:]
-    mode = FakeTensorMode()
-    with become_fake([left, right], mode, {}):
-        assert storage_id(left) == storage_id(right)
-    assert storage_id(left) == storage_id(right) == storage_id(base)
+    left, right, weight = base[:2], base[2:], nn.Parameter(torch.ones(2))
+    weight.mark, weight.grad, mode = "mine", torch.ones(2), FakeTensorMode()
+    grad = weight.grad
+    twins = Twins([left, right, weight, grad], mode, {})
+    with contextlib.suppress(ZeroDivisionError), twins.active(), mode:
+        first, second, fake, _ = twins.fakes
+        assert storage_id(first) == storage_id(second)
+        assert isinstance(fake, nn.Parameter)
+        assert fake.mark == "mine"
+        assert twins.given(([weight, 1],), {"grad": grad}) == (([fake, 1],), {"grad": fake.grad})
+        assert twins.reals_in([fake]) == [weight]
+        fake.sum().backward()
+        weight.mark = weight.other = 2
+        raise ZeroDivisionError
+    assert vars(weight) == {"mark": "mine"}
+    assert weight.grad is grad
+    assert grad.tolist() == [1, 1]
 
 
 def test_every_tensor_once_with_all_its_places():
@@ -97,9 +63,7 @@ def test_single_numbers_on_the_host_are_mirrored_on_the_device(monkeypatch):
     assert find_host_scalars(state) == {names.index("scale"): torch.device("meta")}
     monkeypatch.undo()
     mode = FakeTensorMode()
-    with become_fake([scale], mode, {0: torch.device("meta")}):
-        assert scale.device.type == "meta"
-    assert scale.item() == 2.0
+    assert Twins([scale], mode, {0: torch.device("meta")}).fakes[0].device.type == "meta"
     assert find_host_scalars([entry for entry in state if entry.tensor is not weight]) == {}
 
 

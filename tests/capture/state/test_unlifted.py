@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction  # by this name a trace does not see it
 
 from millstream._torch.tensors import FakeTensorMode
 from millstream.capture import Step
@@ -88,3 +89,21 @@ def test_a_lazy_module_that_is_used_later_gets_its_shape_then():
         result = step(x)
         torch.testing.assert_close(result, late(model(x)) if world.is_late else model(x))
     assert len(step.graphs) == 2
+
+
+def test_a_gradient_past_function_modes_is_refused_and_taken_of_a_view():
+    weight = nn.Parameter(torch.ones(3))
+
+    def step(x, *, of_view):
+        factor = weight.view_as(weight) if of_view else weight
+        with DisableTorchFunction():
+            loss = (x * factor).sum()
+        loss.backward()
+        gradient, weight.grad = weight.grad, None
+        return gradient
+
+    ours = Step(step, build=interpret, strict=True)
+    with pytest.raises(CaptureError, match="no mode sees"):
+        ours(torch.arange(3.0), of_view=False)
+    assert ours(torch.arange(3.0), of_view=True).tolist() == [0, 1, 2]
+    assert weight.grad is None

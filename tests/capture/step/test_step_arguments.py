@@ -142,14 +142,14 @@ def test_what_is_kept_by_the_type_of_a_tensor_stands_in_no_way():
             assert all(kind in (torch.Tensor, nn.Parameter) for kind in kinds)
 
 
-def test_a_tensor_that_is_kept_by_its_type_is_refused():
+def test_a_tensor_that_is_kept_by_the_type_of_a_new_one_is_refused():
     kept = {}
     model = nn.Linear(4, 2)
 
     @functools.partial(Step, build=interpret)
     def step(x):
         loss = model(x).sum()
-        kept[type(x)] = loss.detach()
+        kept[type(loss)] = loss.detach()
         loss.backward()
         return loss
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.compile_fx  # as builds do: what a trace imports is taken back as if the step had done it
 import torch.distributed as dist
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention

@@ -1,4 +1,4 @@
-"""While one thread captures a step, others never notice; those that use the same tensors wait."""
+"""While one thread captures a step, others never notice, also those that use the same tensors."""
 
 import copy
 import ctypes
@@ -23,10 +23,8 @@ from torch import nn
 
 from millstream._torch.devices.device_guard import keep_device_guard
 from millstream.capture import Step
-from millstream.capture.state import others
-from millstream.locks import TRACING
 from tests.capture.worlds import interpret
-from tests.clocks import HANG_S, is_in, until
+from tests.clocks import HANG_S
 from tests.processes import output_of
 
 _write = ctypes.CDLL(None).write  # that of ``os`` is an effect, which a step may not have
@@ -275,17 +273,15 @@ USES = {
         bool(each.isfinite().all()) for entry in [*world[1].state.values()] for each in [*entry.values()]
     ),
     "copy of an optimizer": lambda _, world: len(copy.deepcopy(world[1].state_dict())["state"]) in (0, 6),
-    "captured program": lambda weight, _: TRACING.run(
-        looked_at_before(lambda given: given[0].data_ptr() != 0), [weight]
-    ),
+    "class": lambda weight, _: type(weight) is nn.Parameter,
 }
 """What other threads do with a parameter, or with a model and its optimizer."""
 
 
 def use_during_a_trace(uses):
-    """What comes of uses in other threads that begin while a step is traced, and which of them wait for its end."""
+    """What comes of uses in other threads while a step is traced, which does not go on before they are over."""
     (asked, ask), (told, tell) = os.pipe(), os.pipe()
-    outcomes, waited = {}, []
+    outcomes = {}
 
     def begin_and_wait():
         _write(ask, b"?", 1)
@@ -307,9 +303,8 @@ def use_during_a_trace(uses):
         os.read(asked, 1)
         for thread in threads.values():
             thread.start()
-        for name, thread in threads.items():
-            until(lambda name=name, thread=thread: name in outcomes or waits_for_a_trace(thread))
-        waited.extend(name for name in threads if name not in outcomes)
+        for thread in threads.values():
+            thread.join(HANG_S)
         os.write(tell, b"!")
 
     looking = threading.Thread(target=look)
@@ -321,24 +316,61 @@ def use_during_a_trace(uses):
     for end in (asked, ask, told, tell):
         os.close(end)
     assert len(step.graphs) == 1
-    return outcomes, waited
+    return outcomes
 
 
-def waits_for_a_trace(thread):
-    return is_in(thread, "_with_values") or is_in(thread, "run")
-
-
-def test_tensors_that_are_traced_are_right_in_other_threads():
-    """No other thread meets a fake tensor."""
-    outcomes, _ = use_during_a_trace(USES)
+def test_tensors_that_are_traced_are_as_ever_in_other_threads():
+    """None meets a fake tensor, and none waits."""
+    outcomes = use_during_a_trace(USES)
     assert outcomes == dict.fromkeys(USES, True)
 
 
-@pytest.mark.xfail(reason="tensors of the user's have no values for as long as they are traced", strict=True)
-def test_tensors_that_are_traced_are_those_of_before_in_other_threads_which_do_not_wait():
-    outcomes, waited = use_during_a_trace({**USES, "class": lambda weight, _: type(weight) is nn.Parameter})
-    assert outcomes["class"] is True
-    assert not waited
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_child_that_another_thread_forks_meanwhile_has_what_was_there_before():
+    (asked, ask), (told, tell) = os.pipe(), os.pipe()
+    outcomes = []
+
+    def begin_and_wait():
+        _write(ask, b"?", 1)
+        if select.select([told], [], [], HANG_S)[0]:
+            os.read(told, 1)
+
+    model = Model(begin_and_wait)
+    model.count, model.last = 0, torch.zeros(())
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def is_as_before():
+        group, held = optimizer.param_groups[0], (type(model.count), type(model.last), type(model.layer.weight))
+        return held == (int, torch.Tensor, nn.Parameter) and not group["capturable"] and bool(model.last.isfinite())
+
+    def serve():
+        while os.read(asked, 1):
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if is_as_before() else 1)
+            outcomes.append(os.waitpid(child, 0)[1])
+            os.write(tell, b"!")
+
+    def function(x):
+        model.count += 1
+        model.last = x.sum() * 2
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step, thread = Step(function, build=interpret), threading.Thread(target=serve)
+    thread.start()
+    for _ in range(4):
+        step(torch.ones(3, 1, 4))
+    os.close(ask)
+    thread.join(HANG_S)
+    for end in (asked, told, tell):
+        os.close(end)
+    assert step.graphs
+    assert outcomes == [0] * len(outcomes) != []
 
 
 def test_threads_that_use_a_model_while_its_step_is_captured_again_and_again_get_no_error():
@@ -347,7 +379,10 @@ def test_threads_that_use_a_model_while_its_step_is_captured_again_and_again_get
     stop, calls = threading.Event(), []
 
     def use(seed):
-        rng, names = random.Random(seed), [name for name in USES if name != "written" and "optimizer" not in name]
+        # Text takes items while it holds the interpreter's lock: beside another thread's first use of the parameter
+        # PyTorch may stop for good there, with or without a trace.
+        left_out = ("written", "text", "optimizer", "copy of an optimizer")
+        rng, names = random.Random(seed), [name for name in USES if name not in left_out]
         while not stop.is_set():
             calls.append(name := rng.choice(names))
             assert USES[name](model.layer.weight, (model, optimizer)), name
@@ -364,42 +399,6 @@ def test_threads_that_use_a_model_while_its_step_is_captured_again_and_again_get
 
     run_together([functools.partial(use, 0), functools.partial(use, 1), capture])
     assert calls
-
-
-@pytest.fixture
-def await_in_a_thread(monkeypatch):
-    """Whether what is to wait for other threads does: begun in a thread, it is over when ``let_go`` has been called."""
-    monkeypatch.setattr(others, "LONGEST_S", HANG_S)
-    monkeypatch.setattr(others, "_PAUSE_S", 1e-3)
-
-    def run(let_go):
-        thread = threading.Thread(target=others.await_calls)
-        thread.start()
-        until(lambda: is_in(thread, "_wait_until"))
-        let_go()
-        thread.join(HANG_S)
-        return not thread.is_alive()
-
-    return run
-
-
-def test_a_call_that_another_thread_is_in_ends_before_tensors_become_fake(await_in_a_thread, monkeypatch):
-    let_go = threading.Event()
-    inside = threading.Thread(target=let_go.wait)
-    monkeypatch.setattr(others, "_is_awake", lambda native_id: native_id == inside.native_id)
-    inside.start()
-    assert await_in_a_thread(let_go.set)
-    inside.join()
-
-
-def test_a_captured_program_that_another_thread_runs_ends_before_tensors_become_fake(await_in_a_thread):
-    let_go = threading.Event()
-    inside = threading.Thread(target=TRACING.run, args=(lambda given: let_go.wait(), []))
-    inside.start()
-    until(lambda: TRACING.running)
-    assert await_in_a_thread(let_go.set)
-    inside.join()
-    assert not TRACING.running
 
 
 def test_a_step_that_is_captured_in_one_thread_is_replayed_in_those_that_waited():

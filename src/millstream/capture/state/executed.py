@@ -37,6 +37,7 @@ from millstream.capture.state.code import (
     reach_of,
     stores_of,
 )
+from millstream.capture.state.extensions import takes_tensors
 from millstream.capture.state.impure import ImpureCalls, beyond_library, writer_kinds
 from millstream.capture.state.location import Location
 from millstream.heap import instances, objects_of_types
@@ -160,6 +161,8 @@ class CodeWatch:
         on_stop: Likewise.
         on_switch: Called with a frame that is about to set a switch of PyTorch's.
         on_event: Called at each call and each return, if it is given.
+        on_extension: Called with a frame that is about to call a function of a C++ extension of PyTorch's, with that;
+            may raise an error there.
         on_computed: Called with objects of which code may read attributes by names that it computes, before it does as
             far as that can be told; may raise an error there.
 
@@ -181,11 +184,12 @@ class CodeWatch:
         on_switch: Callable[[FrameType], None] = lambda frame: None,
         on_event: Callable[[], None] | None = None,
         on_computed: Callable[[list[Any]], None] = lambda objects: None,
+        on_extension: Callable[[FrameType, Any], None] = lambda frame, function: None,
     ) -> None:
         self._ran, self._on_code, self._always = ran, on_code, always
         self._opaque, self._on_opaque, self._on_text = opaque, on_opaque, on_text
         self._impure = ImpureCalls(ran.variables, on_impure, on_stop, on_switch)
-        self._on_event, self._on_computed = on_event, on_computed
+        self._on_event, self._on_computed, self._on_extension = on_event, on_computed, on_extension
         self._codes: set[CodeType] = set()
         self._functions: dict[int, list[FunctionType]] = {}  # by id of the code; those that have not run yet
         self._met: dict[int, CodeType] = {}  # by id: code that says the same in another place is equal
@@ -279,6 +283,8 @@ class CodeWatch:
         self._impure.see_call(frame, function)
         if function is getattr and id(frame.f_code) in self._early:
             self._note_computed(frame, reach_of(frame.f_code))
+        if takes_tensors(function) and threading.get_ident() == self._thread:
+            self._on_extension(frame, function)
         owner = function.__self__
         if name in MUTATING:
             self._ran.filled[id(owner)] = frame.f_code, frame.f_lineno

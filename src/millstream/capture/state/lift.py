@@ -1,16 +1,8 @@
-"""State of a step: the user's tensors that live from call to call, lifted to inputs of the graph.
-
-Tracing needs fake tensors where the user's modules, optimizers and variables hold real ones. Instead of finding every
-such place, the tensor objects themselves become fake for a while and real again afterwards: no reference to them
-changes.
-"""
+"""State of a step: the user's tensors that live from call to call, lifted to inputs of the graph."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
@@ -19,13 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from millstream._torch.tensors import FakeTensor, FakeTensorMode, swap_contents
 from millstream.capture.state.discover import Found, walk_parameters
 from millstream.capture.state.location import Location
-from millstream.capture.state.others import await_calls, mark_traced, stand_for, stand_ins_for
 from millstream.capture.state.signature import is_lazy_view
 from millstream.errors import CaptureError
-from millstream.locks import TRACING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,79 +140,6 @@ def find_host_scalars(state: Sequence[Lifted]) -> dict[int, torch.device]:
         for index, entry in enumerate(state)
         if entry.tensor.device.type == "cpu" and entry.tensor.dim() == 0 and not entry.tensor.requires_grad
     }
-
-
-LONGEST_WAIT_TO_FORK = 60.0
-"""Seconds that a thread which is to fork waits for another one's trace: that may wait for a lock that this one has."""
-
-
-def _wait_before_fork() -> None:
-    """Let another thread's trace end first: in the child all that it has changed meanwhile would stay so for good."""
-    TRACING.lock.acquire(timeout=LONGEST_WAIT_TO_FORK)
-
-
-def _go_on_after_fork() -> None:
-    with contextlib.suppress(RuntimeError):  # it was not free in time
-        TRACING.lock.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_wait_before_fork, after_in_parent=_go_on_after_fork)
-
-
-@contextlib.contextmanager
-def become_fake(
-    tensors: Sequence[Tensor],
-    mode: FakeTensorMode,
-    devices: Mapping[int, torch.device],
-    last: Sequence[Tensor] = (),
-) -> Iterator[type[FakeTensor]]:
-    """For the length of the context, make ``tensors`` fake: same objects, no values, autograd leaves as before.
-
-    Other threads that use one of them wait until the context ends, which holds ``TRACING`` for that.
-
-    Gradients of the tensors are fake too where they are among ``tensors``, and absent otherwise. Whatever happens,
-    afterwards every tensor is what it was; the fake gradients and contents are gone.
-
-    Yields the class of what other threads wait for, for what is computed from them.
-
-    Args:
-        tensors: Distinct tensors.
-        mode: Of the fake tensors.
-        devices: For positions in ``tensors``: another device to pretend.
-        last: What stands for the last of them; the others are given fake tensors of their own shapes.
-    """
-    others = tensors[: len(tensors) - len(last)]
-    fakes: list[Tensor] = [*(mode.from_tensor(tensor, static_shapes=True) for tensor in others), *last]
-    with mode:
-        for index, device in devices.items():
-            fakes[index] = torch.empty_like(fakes[index], device=device)
-    kind, kind_of_parameter = stand_ins_for(threading.get_ident())
-    for fake in fakes:
-        fake.__class__ = kind
-    fake_of = {id(tensor): fake for tensor, fake in zip(tensors, fakes, strict=True)}
-    for tensor, fake in zip(tensors, fakes, strict=True):
-        if fake.is_leaf:
-            fake.grad = None if tensor.grad is None else fake_of.get(id(tensor.grad))
-    classes = [tensor.__class__ for tensor in tensors]
-    swapped: list[tuple[Tensor, Tensor]] = []
-    try:
-        mark_traced(tensors, kind, kind_of_parameter)
-        TRACING.tracer, TRACING.kinds = threading.get_ident(), (kind, kind_of_parameter)
-        await_calls()
-        for tensor, fake in zip(tensors, fakes, strict=True):
-            extra = {key: value for key, value in vars(tensor).items() if key not in vars(fake)}
-            swap_contents(tensor, fake)
-            vars(tensor).update(extra)
-            swapped.append((tensor, fake))
-        yield kind
-    finally:
-        for tensor, fake in reversed(swapped):
-            swap_contents(tensor, fake)
-        TRACING.kinds = ()
-        for tensor, fake, before in zip(tensors, fakes, classes, strict=True):
-            tensor.__class__ = before
-            stand_for(fake, tensor)
 
 
 def check_apart(written: Sequence[tuple[str, Tensor]]) -> None:

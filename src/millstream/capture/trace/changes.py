@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.expressions import Always
 from millstream.capture.effects.program import Extend, Output, Write
 from millstream.capture.effects.recorder import Recorder
@@ -22,6 +21,7 @@ from millstream.capture.step.request import Disturbed, FirstChange, NumbersChang
 from millstream.capture.trace.modes import fits
 from millstream.capture.trace.patches.optimizers import is_schedulers
 from millstream.capture.trace.scalars import Questions, as_scalar, is_known_later, is_number, is_scalar
+from millstream.capture.trace.twins import is_traced
 from millstream.errors import CaptureError
 
 _NOTES = frozenset(
@@ -126,7 +126,7 @@ class Changes:
                     where=self.ran.where_stored(change.location),
                     remedy="Change it outside of the step.",
                 )
-            elif isinstance(after, FakeTensor) and change.is_entry and not is_type_of_tracing(change.location.key):
+            elif is_traced(after) and change.is_entry and not is_type_of_tracing(change.location.key):
                 if after.requires_grad and after.is_leaf and id(after) not in given:
                     raise needs_gradient(str(change.location))
                 stored.append(change)

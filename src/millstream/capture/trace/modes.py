@@ -6,16 +6,18 @@ operator mode sees the aten operators they become, backward included.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress, repeat
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -50,6 +52,7 @@ from millstream.capture.state.executed import function_asking, unwatched
 from millstream.capture.trace.scalar_functions import run_with_scalars
 from millstream.capture.trace.scalars import GraphScalar
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
+from millstream.capture.trace.twins import Twins
 from millstream.passes.cleanup import IS_DECIDED
 
 aten = torch.ops.aten
@@ -60,6 +63,7 @@ VALUE_READERS = {
     "tolist": "The step reads a tensor's values with .tolist().",
     "numpy": "The step turns a tensor into a NumPy array.",
     "__array__": "The step turns a tensor into a NumPy array.",
+    "__dlpack__": "The step hands a tensor on by DLPack.",
     "__bool__": "The step branches on a tensor's value.",
     "__float__": "The step reads a tensor's value with float().",
     "__int__": "The step reads a tensor's value with int().",
@@ -72,7 +76,7 @@ VALUE_READERS = {
 }
 """What users do with values, by the name of the function they call."""
 
-_ALWAYS_REFUSED = frozenset({"numpy", "__array__"})
+_ALWAYS_REFUSED = frozenset({"numpy", "__array__", "__dlpack__"})
 """Those which give an answer for a fake tensor, though a wrong one, or fail obscurely."""
 
 _ASKED = frozenset({"storage_offset", "grad", "is_pinned", "is_shared", "_is_view", "output_nr"})
@@ -109,10 +113,11 @@ class ForeignTensor(Exception):  # noqa: N818 - a message to the tracer, which l
 
 
 class FunctionWatch(TorchFunctionMode):
-    """Replaces the graph's scalars and refuses what needs values.
+    """Puts twins in the place of the user's tensors, replaces the graph's scalars and refuses what needs values.
 
     Args:
         refuse: Told of each refusal, because the user's function may swallow the exception.
+        twins: Those of the user's tensors.
         lifted: By id, tensors that are state.
         recorder: Of effects.
         sizes: Those of arguments, if some are symbols.
@@ -130,6 +135,7 @@ class FunctionWatch(TorchFunctionMode):
     def __init__(
         self,
         refuse: Callable[[Exception], None],
+        twins: Twins,
         lifted: set[int],
         recorder: Recorder,
         sizes: TracedSizes | None = None,
@@ -140,6 +146,7 @@ class FunctionWatch(TorchFunctionMode):
         super().__init__()
         self._unlifted, self._on_unlifted = unlifted, on_unlifted
         self._kind = kind
+        self._twins = twins
         self._sizes = sizes
         self._refuse = refuse
         self._lifted = lifted
@@ -153,16 +160,19 @@ class FunctionWatch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, func = kwargs or {}, function_asking(func, sys._getframe(1))
+        twins, leaves = self._twins, _leaves((*args, *kwargs.values()))
+        self._note_used([*map(twins.real, leaves)])
+        given = twins.real(args[0]) if args else None
+        if any(map(twins.holds, leaves)):
+            args, kwargs = twins.given(args, kwargs)
         name = getattr(func, "__name__", "")
         if name in _ALWAYS_REFUSED:
             self._fail(VALUE_READERS[name], READ_REMEDY)
-        if name in _READ_LATER and is_unknown(args[0]):
-            return self._read_later(name, *args)
-        if name == "__bool__" and is_unknown(args[0]) and args[0].numel() == 1 and find_check() is not None:
-            return bool(self._recorder.item(args[0]))
-        if name == "__deepcopy__" and is_unknown(args[0]) and args[0].is_contiguous() and not args[0].requires_grad:
-            return args[1].setdefault(id(args[0]), args[0].clone())
-        if name in ("register_hook", "register_post_accumulate_grad_hook") and id(args[0]) in self._lifted:
+        if name in _ANSWERED and is_unknown(args[0]):
+            answer = self._answer(name, given, *args)
+            if answer is not NotImplemented:
+                return answer
+        if name in ("register_hook", "register_post_accumulate_grad_hook") and id(given) in self._lifted:
             self._fail(
                 "The step registers a hook on a parameter or other state.",
                 "Change the gradient in the step, after backward.",
@@ -172,20 +182,26 @@ class FunctionWatch(TorchFunctionMode):
         is_asked_by_user = self._sizes is not None and not is_ours(sys._getframe(1).f_code.co_filename)
         attribute = name if name != "__get__" else getattr(getattr(func, "__self__", None), "__name__", "")
         if attribute in _ASKED:
-            self.asked.add(id(args[0]))
+            self.asked.add(id(given))
         if attribute in _OF_MEMORY:
             self._check_memory(attribute, sys._getframe(1).f_code.co_filename)
-        leaves = _leaves((*args, *kwargs.values()))
-        self._note_used(leaves)
         if name == "__set__" and getattr(func, "__self__", None) is _DATA:
-            return self._set_data(func, *args)
-        before, self.calling = self.calling, name
+            return self._set_data(func, given, *args)
+        if type(func) is FunctionType and any(map(isinstance, leaves, repeat(_FUNCTIONS))):
+            args, kwargs = tuple(map(self._seen, args)), {key: self._seen(each) for key, each in kwargs.items()}
+        return self._call(func, args, kwargs, leaves, attribute if is_asked_by_user else None)
+
+    def _call(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], leaves: Sequence[Any], asked: str | None
+    ) -> Any:
+        """Let PyTorch do it; ``asked`` is what the user's code asks for, where sizes are symbols."""
+        before, self.calling = self.calling, getattr(func, "__name__", "")
         try:
             if any(map(issubclass, map(type, leaves), repeat(GraphScalar))):
                 return self._for_this_thread(run_with_scalars(func, args, kwargs))
             result = self._for_this_thread(func(*args, **kwargs))
-            if is_asked_by_user and (attribute in GIVE_SIZES or type(result) in ARE_SIZES):
-                return self._see_sizes(attribute, args[0], result)
+            if asked is not None and (asked in GIVE_SIZES or type(result) in ARE_SIZES):
+                return self._see_sizes(asked, args[0], result)
             return result
         finally:
             self.calling = before
@@ -194,16 +210,27 @@ class FunctionWatch(TorchFunctionMode):
         """A tensor whose value is not known is asked for it: a trace that sees ``float()`` might get on."""
         self._recorder.questions.num_converted += self.calling in ("__float__", "__int__")
 
-    def around_backward(self, _: Sequence[Any]) -> FunctionWatch | None:
-        """What a backward pass runs in: this mode, also if the call that began the pass came through it."""
-        return None if is_active(self) else self
+    def on(self, *_: Any) -> AbstractContextManager[Any]:
+        """What a backward pass and hooks run in: this mode, also if the call that led there came through it."""
+        return nullcontext() if is_active(self) else self
+
+    def _seen(self, function: Any) -> Any:
+        """A function that PyTorch's Python is to call: it is given what the user's code has, and this mode is on."""
+        if not isinstance(function, _FUNCTIONS):
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.on():
+                return self._twins.fakes_in(function(*self._twins.reals_in(args), **kwargs))
+
+        return call
 
     def _for_this_thread(self, result: Any) -> Any:
         """Let other threads, which may find it where the program puts it, not compute with what has no values."""
         for each in _tensors_in(_leaves((result,))):
             if type(each) is FakeTensor:
                 each.__class__ = self._kind
-        return result
+        return self._twins.reals_in(result)
 
     def _see_sizes(self, attribute: str, tensor: Tensor, result: Any) -> Any:
         assert self._sizes is not None
@@ -211,19 +238,33 @@ class FunctionWatch(TorchFunctionMode):
             self._sizes.note_length(tensor)
         return self._sizes.seen(result)
 
-    def _read_later(self, name: str, tensor: Tensor, *how: Any, **_: Any) -> Any:
+    def _answer(self, name: str, given: Any, tensor: Tensor, *how: Any) -> Any:
+        """What can be said of a tensor without values; ``NotImplemented`` if that is for PyTorch to say."""
+        if name == "tolist":
+            with self:  # which sees each number
+                return FakeTensor.tolist(tensor)  # type: ignore[arg-type]
+        if name == "__bool__":
+            is_check = tensor.numel() == 1 and find_check() is not None
+            return bool(self._recorder.item(tensor)) if is_check else NotImplemented
+        if name == "__deepcopy__":
+            is_plain = tensor.is_contiguous() and not tensor.requires_grad
+            return how[0].setdefault(id(given), tensor.clone()) if is_plain else NotImplemented
+        return self._read_later(name, tensor, *how, given=given)
+
+    def _read_later(self, name: str, tensor: Tensor, *how: Any, given: Any) -> Any:
         """Numbers and text that are known after the replay."""
         if name == "__format__" and tensor.dim() == 0:
             return self._recorder.text(tensor, lambda value: format(value, *how))
         if name in ("__repr__", "__format__"):
-            return self._recorder.text(tensor, _repr_as(tensor))
+            is_named = name == "__repr__" and issubclass(type(given), nn.Parameter)  # by its class, before it asks
+            return self._recorder.text(tensor, _repr_as(tensor, is_named=is_named))
         if tensor.numel() != 1 or tensor.dtype.is_complex:
             self._fail(VALUE_READERS[name], READ_REMEDY)
         if len(self._recorder.kept) >= MOST_READ:
             self._fail(f"The step reads more than {MOST_READ} numbers from tensors.", READ_REMEDY)
         return self._recorder.item(tensor)
 
-    def _set_data(self, func: Callable[..., Any], tensor: Tensor, value: Tensor) -> None:
+    def _set_data(self, func: Callable[..., Any], given: Any, tensor: Tensor, value: Tensor) -> None:
         """``tensor.data = value`` gives ``tensor`` other memory, which no operator does: a tracer does not see it."""
         if not fits(value, tensor):
             self._fail(
@@ -234,7 +275,7 @@ class FunctionWatch(TorchFunctionMode):
             before, after = tensor.detach(), value.detach()
         func(tensor, after)
         mean_what(tensor, after)
-        self.moved.setdefault(id(tensor), (tensor, before))
+        self.moved.setdefault(id(given), (tensor, before))
 
     def _note_used(self, leaves: Sequence[Any]) -> None:
         self.looked_at.update(self._lifted.intersection(map(id, _tensors_in(leaves))))
@@ -250,22 +291,34 @@ class FunctionWatch(TorchFunctionMode):
         if attribute == "data_ptr" and is_users(caller):  # a kernel would be launched on what is nowhere
             raise RuntimeError("A library asks for the address of a tensor, which has none while a step is traced.")
 
-    def from_numpy_refused(self) -> AbstractContextManager[None]:
-        """For the length of the context ``torch.from_numpy``, which no mode sees, raises."""
-        return attributes_here(torch, from_numpy=lambda _: self._fail(*_NUMPY_READ))
+    @contextmanager
+    def unseen_refused(self) -> Iterator[None]:
+        """For the length of the context, what no mode sees raises: it would touch the user's own tensors."""
+        with (
+            attributes_here(torch, from_numpy=lambda _: self._fail(*_NUMPY_READ)),
+            attributes_here(torch._C, _swap_tensor_impl=lambda *_: self.fail_at_memory("_swap_tensor_impl")),
+        ):
+            yield
+
+    def fail_at_memory(self, name: str) -> NoReturn:
+        """Refuse what gives a tensor other memory."""
+        self._fail(f"The step gives a tensor other memory with {name}().", "Use copy_().")
 
     def _fail(self, reason: str, remedy: str) -> NoReturn:
         raise_refusal(self._refuse, reason, remedy)
 
 
-_READ_LATER = frozenset({"item", "__repr__", "__format__"})
-"""What can be had after the replay."""
+_FUNCTIONS = FunctionType, MethodType, functools.partial, nn.Module
+"""What a function of PyTorch's may be given to call, as a distance for a loss."""
+
+_ANSWERED = frozenset({"item", "__repr__", "__format__", "tolist", "__bool__", "__deepcopy__"})
+"""What is asked of a tensor that has no values, and can be had after the replay or in another way."""
 
 
-def _repr_as(traced: Tensor) -> Callable[[Tensor], str]:
+def _repr_as(traced: Tensor, *, is_named: bool) -> Callable[[Tensor], str]:
     """How to show a tensor whose values are there as one that autograd knows."""
     node = traced.grad_fn
-    before = "Parameter containing:\n" if isinstance(traced, nn.Parameter) else ""
+    before = "Parameter containing:\n" if isinstance(traced, nn.Parameter) and not is_named else ""
     if node is None and not traced.requires_grad:
         return lambda value: before + repr(value)
     shown = "requires_grad=True" if node is None else f"grad_fn=<{type(node).__name__}>"
@@ -314,6 +367,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         refuse: Told of each refusal, because the user's function may swallow the exception.
+        twins: Those of the user's tensors.
         functions: The function mode in force, for the names of what users call.
         randoms: Random results of checkpointed regions.
         write_numbers_down: Has the graph depend on the user's numbers as they are.
@@ -332,6 +386,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         refuse: Callable[[Exception], None],
+        twins: Twins,
         functions: FunctionWatch,
         randoms: RandomRecords,
         write_numbers_down: Callable[[], None],
@@ -347,6 +402,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._randoms = randoms
         self._graph = graph_being_traced()
         self._uniform = UniformDraws()
+        self._twins = twins
         self._forward_lines: dict[int, tuple[str, str | None, str]] = {}
 
     def __torch_dispatch__(
@@ -357,7 +413,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Most of the Python that tracing runs is PyTorch's within an operator. Operators and tensor subclasses of the
         # user's may lead to their code.
         if getattr(func, "namespace", "") in _PYTORCHS and all(map(issubclass, types, repeat(FakeTensor))):
-            with torch._C.DisableTorchFunction():  # what the operator consists of is none of the function mode's
+            # Itself, as in its place there is another: what the operator consists of is none of the function mode's.
+            with DisableTorchFunction():
                 return unwatched(self._dispatch, func, args, kwargs or {})
         if is_expanded_later(func):  # its Python is called once more, and reads numbers as they are then
             self._write_numbers_down()
@@ -367,13 +424,9 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _check_targets(func, args)
         self._check_switches(func, args)
         if func not in _LIFTS:
-            for tensor in _tensors_in(_leaves((*args, *kwargs.values()))):
-                if is_real(tensor):
-                    foreign = ForeignTensor(tensor, here())
-                    self._refuse(foreign)
-                    raise foreign
+            args, kwargs = self._fakes_in(args, kwargs)
         if getattr(func, "overloadpacket", None) is aten.set_:
-            self._fail("The step gives a tensor other memory with set_().", "Use copy_().")
+            self._functions.fail_at_memory("set_")
         if getattr(func, "namespace", "") in _COLLECTIVES:
             self._fail(
                 f"The step calls the collective {func.__name__}, which is not captured.",
@@ -410,6 +463,22 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if outcome is None and self._functions.calling == "__bool__" and is_unknown(args[0]):
             outcome = self._choose(args[0])
         return outcome
+
+    def _fakes_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """An operator's arguments: with twins of the user's tensors, where it was called past the function mode."""
+        real = [tensor for tensor in _tensors_in(_leaves((*args, *kwargs.values()))) if is_real(tensor)]
+        for tensor in real:
+            if not self._twins.holds(tensor):
+                foreign = ForeignTensor(tensor, here())
+                self._refuse(foreign)
+                raise foreign
+            # Autograd has seen the tensor and not its twin, which may have been given a gradient meanwhile.
+            if torch.is_grad_enabled() and (tensor.requires_grad or self._twins.fake(tensor).requires_grad):
+                self._fail(
+                    "The step calls a function that no mode sees with a tensor that requires a gradient.",
+                    "Pass it x.view_as(x) instead.",
+                )
+        return self._twins.given(args, kwargs) if real else (args, kwargs)
 
     def _run_random(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("generator") is not None:

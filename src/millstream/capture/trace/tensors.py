@@ -25,6 +25,7 @@ from millstream.capture.step.request import Request
 from millstream.capture.trace.changes import needs_gradient
 from millstream.capture.trace.modes import ForeignTensor, fits
 from millstream.capture.trace.scalars import is_known_later, is_tensor
+from millstream.capture.trace.twins import fake_of, is_traced, real_of
 from millstream.errors import CaptureError
 
 MOST_SEARCHED = 10_000
@@ -68,25 +69,28 @@ class Leaving:
 
     def __post_init__(self) -> None:
         self.grad_buffers = [
-            torch.empty_like(gradient.parameter, requires_grad=False) if gradient.before is None else gradient.before
+            torch.empty_like(fake_of(gradient.parameter), requires_grad=False)
+            if gradient.before is None
+            else gradient.before
             for gradient in self.request.gradients
         ]
 
     def begin(self, moved: dict[int, tuple[Tensor, Tensor]]) -> None:
         """The step is about to run; ``moved`` will be noted."""
         self.moved, self.memory = moved, set(map(storage_id, self._inputs()))
-        self._attributes = [dict(vars(entry.tensor)) for entry in self.request.state]
+        self._attributes = [[dict(vars(each)) for each in _pair(entry)] for entry in self.request.state]
 
     def check_attributes(self) -> None:
-        """Refuse attributes that the step has put on tensors of the user's: those are others while it is traced."""
-        for entry, before in zip(self.request.state, self._attributes, strict=True):
-            for key, value in vars(entry.tensor).items():
-                is_pytorchs = key.endswith(("_memo", "_memo_vc"))  # what a fake tensor knows of itself
-                if before.get(key, before) is not value and not is_pytorchs:
-                    raise CaptureError(
-                        f"The step puts an attribute on {entry.name}, {key}, which a graph would not do again.",
-                        remedy="Keep it in a dict, by the tensor's name.",
-                    )
+        """Refuse attributes that the step has put on tensors of the user's, or on their twins."""
+        for entry, pair in zip(self.request.state, self._attributes, strict=True):
+            for tensor, before in zip(_pair(entry), pair, strict=True):
+                for key, value in vars(tensor).items():
+                    is_pytorchs = key.endswith(("_memo", "_memo_vc"))  # what a fake tensor knows of itself
+                    if before.get(key, before) is not value and not is_pytorchs:
+                        raise CaptureError(
+                            f"The step puts an attribute on {entry.name}, {key}, which a graph would not do again.",
+                            remedy="Keep it in a dict, by the tensor's name.",
+                        )
 
     def keep_data(self) -> None:
         """Note what was assigned to the ``.data`` of inputs."""
@@ -137,9 +141,10 @@ class Leaving:
         index_of: dict[int, int] = {}
 
         def take(leaf: Tensor, own: dict[int, Output] = own) -> Output:
+            leaf = real_of(leaf)
             if id(leaf) in own:
                 return own[id(leaf)]
-            if not isinstance(leaf, FakeTensor):
+            if not is_traced(leaf):
                 self.report(ForeignTensor(leaf, ""))
             if id(leaf) not in index_of:
                 plain = leaf.detach()
@@ -242,6 +247,11 @@ class Leaving:
         yield from (entry.tensor for entry in self.request.state)
         yield from self.grad_buffers
         yield from self.request.arguments
+
+
+def _pair(entry: Lifted) -> tuple[Tensor, Tensor]:
+    """What the step has, and what PyTorch has for it."""
+    return entry.tensor, fake_of(entry.tensor)
 
 
 def _check_returned(structure: Structure, state: Container[int]) -> None:

@@ -22,6 +22,7 @@ import sys
 from bdb import BdbQuit
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
@@ -50,6 +51,7 @@ from millstream._torch.tracing import (
     trace_aten,
     unchecked_distributions,
 )
+from millstream._torch.unseen import exchanged
 from millstream._torch.workarounds import is_off
 from millstream.capture.effects.expressions import Ask, Nth, computes_the_same
 from millstream.capture.effects.outputs import outputs_recorded
@@ -84,8 +86,6 @@ from millstream.capture.state.executed import (
 )
 from millstream.capture.state.impure import PROFILER, STARTED
 from millstream.capture.state.lift import (
-    TRACING,
-    become_fake,
     check_apart,
     device_of,
     find_unlifted,
@@ -94,7 +94,7 @@ from millstream.capture.state.lift import (
 )
 from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location
-from millstream.capture.state.others import stand_for
+from millstream.capture.state.others import stand_for, stand_in_for
 from millstream.capture.state.signature import (
     SCALARS,
     Reference,
@@ -139,9 +139,11 @@ from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, 
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.switches import SwitchWatch
 from millstream.capture.trace.tensors import Leaving, writes_host
+from millstream.capture.trace.twins import Twins, fake_of, is_traced, real_of
 from millstream.capture.trace.unsupported import check_sources
 from millstream.capture.trace.ways import Ways, are_effects_alike, check_alike, join_effects, join_gradients
 from millstream.errors import CaptureError, DataParallelError
+from millstream.locks import TRACING, unknown_before
 from millstream.passes.cleanup import (
     drop_idle_nodes,
     drop_unused_inputs,
@@ -160,6 +162,9 @@ _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 
 _MET_LATER = (Tensor, nn.Module, Optimizer, GradScaler, FunctionType, ModuleType, *SCALARS)
 """What is met by its use, or holds nothing that a step changes."""
+
+_WALKING = frozenset({"next_functions", "variable"})
+"""Attributes by which one comes from a result to the parameters that it was computed from."""
 
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
 
@@ -192,8 +197,8 @@ def trace_step(request: Request) -> Traced:
 def tracing_alone() -> Iterator[None]:
     """While one thread traces, no other does, nor looks for what to trace; PyTorch's compilers and signals wait.
 
-    The order of the locks is the same everywhere: a thread that waits for a tensor to be real again may be compiling.
-    Handlers of signals run without the locks: they may wait for such a thread.
+    The order of the locks is the same everywhere. Handlers of signals run without them: they may wait for a thread that
+    waits for one.
     """
     with contextlib.ExitStack() as end, compile_lock(), TRACING.lock:
         end.enter_context(signals_wait(interrupts_wait=True))
@@ -215,17 +220,19 @@ class _Tracer:
     left_alone: set[Location] = field(default_factory=set)
     looked_at: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
+    walked: set[str] = field(default_factory=set)  # of ``_WALKING``, those in code that has run
     computed: dict[int, Any] = field(default_factory=dict)
     graded: set[int] = field(default_factory=set)
     exchanges: list[Any] = field(default_factory=list)
     sizes: TracedSizes | None = None
-    kind: type[FakeTensor] = FakeTensor
+    kind: type[FakeTensor] = field(default_factory=lambda: stand_in_for(get_ident()))
     unlifted: dict[int, tuple[str, Tensor]] = field(init=False)
     search: Search | None = None  # for what the step reaches by code that was not seen before
     record: Recorder | None = None  # of what is read and written, in shadow mode
     differences: list[Difference] = field(default_factory=list)  # likewise, to what was found changed
     new_inputs: NewInputs = field(init=False)
     num_results: int = 0  # of the graph; values of branches come after them
+    twins: Twins = field(init=False)
     unsettled: Exception | None = None
     conversions: Conversions = field(default_factory=Conversions)
     has_text: bool = False  # whether other ways have text with values in it
@@ -368,7 +375,9 @@ class _Tracer:
                 plain_recurrence(),
                 failures_unlogged(),
                 finalizers_apart(self.recorder),
-                become_fake([*state, *before, *request.arguments], self.mode, request.host_scalars, fakes) as self.kind,
+                Twins(
+                    [*state, *before, *request.arguments], self.mode, request.host_scalars, fakes, self.kind
+                ).active() as own,
                 self.mode,
                 calculated_by(unwatched) if self.sizes is not None else contextlib.nullcontext(),
                 self._numbers_replaced(),
@@ -388,11 +397,10 @@ class _Tracer:
                     self.caches if cached else contextlib.nullcontext(),
                 ):
                     inputs = [*state, *self.leaving.grad_buffers, *request.arguments]
-                    self.questions.before = self._before
-                    try:
-                        gm = self._record(inputs)
-                    finally:
-                        self._undo()
+                    self.twins = own
+                    self.questions.before = TRACING.before = self._before
+                    with TRACING.undoing(self._undo):
+                        gm = self._record([*map(fake_of, inputs)])
         except (CaptureError, DataParallelError, NoGraph):
             raise
         except ForeignTensor as foreign:
@@ -427,6 +435,7 @@ class _Tracer:
             stand_for(change.after, change.before)
         self.questions.before = lambda number: unknown.get(id(number), MISSING)
         self.snapshot.restore()
+        TRACING.before = unknown_before
 
     def _record(self, inputs: list[Tensor]) -> fx.GraphModule:
         randoms = RandomRecords()
@@ -455,6 +464,7 @@ class _Tracer:
                 lambda frame: self.switches.note_set(here(num_left_out=1)),
                 self._take_from_others if others_may_write() else None,
                 self._on_computed,
+                self._on_extension,
             )
             converting = self.conversions.seen(self.kind) if self.request.converts else contextlib.nullcontext()
             # In this order: to the watch, a tracer that the step sets is a debugger.
@@ -471,11 +481,19 @@ class _Tracer:
         def body() -> Sequence[Tensor]:
             self.new_inputs = NewInputs(self.mode, len(inputs) - len(self.request.arguments))
             functions = FunctionWatch(
-                self._note_failure, watched, self.recorder, self.sizes, self.kind, self.unlifted, self._on_unlifted
+                self._note_failure,
+                self.twins,
+                watched,
+                self.recorder,
+                self.sizes,
+                self.kind,
+                self.unlifted,
+                self._on_unlifted,
             )
             with (
                 OperatorWatch(
                     self._note_failure,
+                    self.twins,
                     functions,
                     randoms,
                     self._write_numbers_down,
@@ -483,8 +501,9 @@ class _Tracer:
                     self.ways.take,
                 ),
                 functions,
-                functions.from_numpy_refused(),
-                backward_watched(functions.around_backward),
+                functions.unseen_refused(),
+                exchanged(fake_of, real_of, functions, functions.on),
+                backward_watched(functions.on),
                 until_operators(self.record, FunctionWatch, OperatorWatch),
                 averages_take_first(self.recorder),
                 checkpoints_reuse_randoms(randoms),
@@ -495,6 +514,7 @@ class _Tracer:
                 functions.looked_at.clear()
                 functions.asked.clear()
                 session = TracedSession(
+                    functions,
                     lambda: [root for _, root in self.request.found.modules],
                     self._report,
                     self.request.replica,
@@ -542,6 +562,7 @@ class _Tracer:
                     self._report(NumbersChanged(new))
                 self._report(StateMissing(f"{frame.f_code.co_name}'s cache"))
         self._check_comparisons(frame)
+        self._check_leaves(frame)
         if not functions and frame.f_code not in known.codes:
             functions = [stand_in(frame)]
         late = [(function.__qualname__, function) for function in functions if id(function) not in known.owners]
@@ -572,6 +593,18 @@ class _Tracer:
                 remedy="Ask isinstance(number, int) instead.",
             )
             self._report(TypesCompared(error))
+
+    def _check_leaves(self, frame: FrameType) -> None:
+        """Stop before code that asks autograd's graph for the parameters that it leads to: there those are twins."""
+        self.walked |= _WALKING.intersection(frame.f_code.co_names)
+        if self.walked == _WALKING:
+            self._report(
+                CaptureError(
+                    "The step follows autograd's graph to the parameters at its end (next_functions, variable).",
+                    where=here(),
+                    remedy="Do that once, outside of the step.",
+                )
+            )
 
     def _on_computed(self, objects: list[Any]) -> None:
         """Code computes names of attributes: note what those hold, that the step may change, before it does."""
@@ -629,6 +662,15 @@ class _Tracer:
                 where=_line_of(frame),
                 remedy="Call it outside of the step, take a lock by with, or let ms.callback do it, as in "
                 "ms.callback(digest.update, data).",
+            )
+        )
+
+    def _on_extension(self, frame: FrameType, function: Any) -> None:
+        self._report(
+            CaptureError(
+                f"The step calls {function.__name__}(), C++ code that may use a tensor's memory past operators.",
+                where=_line_of(frame),
+                remedy="Put the call into a torch.library.custom_op with a register_fake, which is captured.",
             )
         )
 
@@ -701,9 +743,8 @@ class _Tracer:
     @contextlib.contextmanager
     def _numbers_replaced(self) -> Iterator[None]:
         """Put graph scalars in the places of the numbers."""
-        numbers = self.request.numbers
-        try:
-            for index, number in enumerate(numbers):
+        with TRACING.undoing(self._give_numbers_back):
+            for index, number in enumerate(self.request.numbers):
                 scalar = GraphScalar(0, Nth(index), self.questions, number.device, is_users=number.is_users)
                 if number.is_users:
                     self.users_scalars[index] = scalar
@@ -716,11 +757,12 @@ class _Tracer:
                         number.location.set(scalar)
                 self.numbers.append(scalar.value)
             yield
-        finally:
-            for number, value in zip(numbers, self.numbers, strict=False):
-                with COUNTING.lock:
-                    if is_scalar(number.location.get()):  # and not what another thread has put there
-                        number.location.set(value)
+
+    def _give_numbers_back(self) -> None:
+        for number, value in zip(self.request.numbers, self.numbers, strict=False):
+            with COUNTING.lock:
+                if is_scalar(number.location.get()):  # and not what another thread has put there
+                    number.location.set(value)
 
     def _take_from_others(self) -> None:
         """Where another thread has put a number in the place of one that the step counts on, count on that one.
@@ -766,7 +808,8 @@ class _Tracer:
     def _on_forward(self, module: nn.Module) -> None:
         """Stop at a module that the request does not have."""
         own = (*module._parameters.values(), *module._buffers.values())
-        if any(tensor is not None and is_real(tensor) and id(tensor) not in self.unlifted for tensor in own):
+        new = (each for each in own if each is not None and not is_traced(each) and is_real(each))
+        if any(id(each) not in self.unlifted for each in new):
             self._report(FoundLate(type(module).__name__, module, ""))
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from millstream.capture.lines import may_be_caught
 from millstream.capture.trace.arithmetic import compute
@@ -48,13 +48,13 @@ class Conversions:
         """For the length of the context they take numbers of a graph. One thread may be within it.
 
         Args:
-            tensors: The class of tensors that are traced.
+            tensors: The class of tensors that the step makes.
         """
         library = _library()
         if library is None:
             yield
             return
-        library["begin"](self._convert, (GraphScalar, HostScalar, tensors), np.ndarray)
+        library["begin"](self._convert, (GraphScalar, HostScalar, tensors, Tensor, nn.Parameter, nn.Buffer), np.ndarray)
         try:
             yield
         finally:

@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from millstream._torch.distributed.collectives import EXCHANGE
 from millstream._torch.distributed.data_parallel import why_not_ours
-from millstream._torch.tensors import FakeTensor
 from millstream.capture.lines import here, raise_refusal
 from millstream.capture.step.request import FoundLate, StateMissing
+from millstream.capture.trace.modes import FunctionWatch
+from millstream.capture.trace.twins import is_traced
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.exchange import Exchange
 from millstream.data_parallel.reducer import Reducer
@@ -31,7 +32,8 @@ class TracedSession(Session):
     nobody, and may be repeated.
 
     Args:
-        modules: Those whose tensors are fake.
+        functions: The function mode in force.
+        modules: Those that the step is known to use.
         report: Raises what it is given, and remembers it.
         replica: As of ``Session``.
         others: By name, tensors that may get gradients besides those which ``replica`` reduces.
@@ -42,13 +44,14 @@ class TracedSession(Session):
 
     def __init__(
         self,
+        functions: FunctionWatch,
         modules: Callable[[], list[nn.Module]],
         report: Callable[[Exception], NoReturn],
         replica: Reducer | None,
         others: Sequence[tuple[str, Tensor]],
     ) -> None:
         super().__init__(replica)
-        self._modules, self._report = modules, report
+        self._functions, self._modules, self._report = functions, modules, report
         known = set(map(id, replica.parameters)) if replica is not None else set()
         self._others = [pair for pair in others if id(pair[1]) not in known] if replica is not None else []
         self.exchanges: list[Exchange] = []
@@ -88,14 +91,19 @@ class TracedSession(Session):
         Raises:
             DataParallelError: Something does.
         """
-        before = [tensor.grad for _, tensor in self._others]
-        super().backward(original, *args, **kwargs)
-        for (name, tensor), gradient in zip(self._others, before, strict=True):
-            if tensor.grad is not gradient:
-                raise DataParallelError(
-                    f"{name} gets a gradient, but was not there when the step was first called, so that processes "
-                    "would train it apart. Let the step's function reach it from the first call on."
-                )
+        with self._functions.on():  # gradients are those of twins
+            before = [tensor.grad for _, tensor in self._others]
+            super().backward(original, *args, **kwargs)
+            changed = [
+                name
+                for (name, tensor), gradient in zip(self._others, before, strict=True)
+                if tensor.grad is not gradient
+            ]
+        if changed:
+            raise DataParallelError(
+                f"{changed[0]} gets a gradient, but was not there when the step was first called, so that processes "
+                "would train it apart. Let the step's function reach it from the first call on."
+            )
 
     def prepare_statistics(self, module: nn.SyncBatchNorm, time: int, x: Tensor) -> None:
         """Those of the graph are those that an eager run has made."""
@@ -117,7 +125,7 @@ class TracedSession(Session):
         self._exchange("broadcast", functools.partial(original, **origin), tensor, group, how)
 
     def _exchange(self, name: str, issue: Callable[..., Any], tensor: Tensor, group: Any, how: dict[str, Any]) -> None:
-        if how.get("async_op") or not isinstance(tensor, FakeTensor):
+        if how.get("async_op") or not is_traced(tensor):
             raise_refusal(
                 self._report,
                 f"The step calls {name.partition(' ')[0]} with async_op=True, or on what is no tensor of the step.",

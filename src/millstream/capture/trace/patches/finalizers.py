@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
 
-import torch
+from torch._C import DisableTorchFunction  # itself: a trace puts another in its place
 
 from millstream._torch.tensors import real_tensors
 from millstream.capture.effects.recorder import Recorder
@@ -29,7 +29,7 @@ def finalizers_apart(recorder: Recorder) -> Iterator[None]:
             apart.close()
         else:
             apart.enter_context(recorder.active(is_on=False))
-            apart.enter_context(torch._C.DisableTorchFunction())
+            apart.enter_context(DisableTorchFunction())
             apart.enter_context(real_tensors())
 
     gc.callbacks.append(note)

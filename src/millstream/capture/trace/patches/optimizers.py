@@ -25,6 +25,7 @@ from millstream.capture.state.others import stand_for
 from millstream.capture.step.request import NumberInput
 from millstream.capture.trace.scalars import is_number, is_scalar, is_whole
 from millstream.errors import CaptureError
+from millstream.locks import TRACING
 from millstream.passes.cleanup import storages_written_by
 
 _TRACEABLE = {"capturable": True, "fused": False, "foreach": True}
@@ -79,13 +80,15 @@ def traceable(optimizers: Iterable[Optimizer]) -> Iterator[list[Tensor]]:
         group.update({key: _TRACEABLE[key] for key in flags})
     for optimizer in fused:
         vars(optimizer)["_step_supports_amp_scaling"] = False
-    try:
-        yield spared
-    finally:
+
+    def put_back() -> None:
         for group, flags in zip(groups, before, strict=True):
             group.update(flags)
         for optimizer in fused:
             vars(optimizer)["_step_supports_amp_scaling"] = True
+
+    with TRACING.undoing(put_back):
+        yield spared
 
 
 class SparedGradients:
