@@ -270,7 +270,7 @@ def test_the_device_and_the_generator_are_left_alone_by_a_failure():
     def step(x, y):
         loss = F.cross_entropy(model(x), y)
         loss.backward()
-        if loss.item() > 100:
+        if [False, True][loss.item() > 100]:
             optimizer.step()
         return loss
 
