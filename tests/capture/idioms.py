@@ -469,29 +469,42 @@ def _(w):
     return step, w.train, nothing
 
 
-@warned(
-    "`lam = np.random.beta(a, a)`; `x = lam * x + (1 - lam) * x.flip(0)`",
-    "calls numpy.random.beta",
-    "draw outside, and pass the number",
-)
+@captured("`lam = np.random.beta(a, a)`; `x = lam * x + (1 - lam) * x.flip(0)`")
 def _(w):
-    def step(x, lam=None):
+    def step(x):
         lam = np.random.beta(0.2, 0.2)
-        return w.train(lam * x + (1 - lam) * x.flip(0)) * 0
+        return w.train(lam * x + (1 - lam) * x.flip(0)), lam
 
-    def follow(x, lam=0.25):
-        return w.train(lam * x + (1 - lam) * x.flip(0)) * 0
+    return step, random.getstate
+
+
+@captured("`if random.random() < p:`, a graph for each way")
+def _(w):
+    def step(x):
+        return w.train(x if random.random() < 0.5 else x * random.uniform(0.5, 2))
+
+    return step, random.getstate
+
+
+@warned("`x[np.random.permutation(n)]`", "calls numpy.random.permutation", "`x[torch.randperm(n)]`")
+def _(w):
+    def step(x):
+        return w.train(x[np.random.permutation(4)])
+
+    def follow(x):
+        return w.train(x[torch.randperm(4)])
 
     return step, follow, nothing
 
 
-@warned("`if random.random() < p:`", "calls random.random", "draw outside, and pass what is to be done")
+@warned("`i = random.randint(0, n)`; `x[:, i : i + k]`", "needs the very value", "draw outside, and pass the part")
 def _(w):
     def step(x):
-        return w.train(x if random.random() < 2 else x.flip(0))
+        i = random.randint(0, 2)
+        return w.train(x * x[:, i : i + 1])
 
-    def follow(x, flipped=False):
-        return w.train(x.flip(0) if flipped else x)
+    def follow(x):
+        return w.train(x * x[:, 1:2])
 
     return step, follow, nothing
 

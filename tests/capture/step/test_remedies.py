@@ -655,12 +655,38 @@ def _(w):
     import random
 
     def python(x):
-        return w.finish(w.model(x).sum() * random.random())
+        return w.finish(w.model(x).sum() * random.sample([1.0, 2.0], 2)[0])
 
     def pytorch(x):
         return w.finish(w.model(x).sum() * torch.rand(()))
 
     return python, pytorch
+
+
+@remedy("needs the very value of what")
+def _(w):
+    import random
+
+    def drawn(x):
+        return w.finish(w.model(x)[random.randint(0, 2) :].sum())
+
+    def pytorch(x):
+        return w.finish((w.model(x) * torch.rand(())).sum())
+
+    return drawn, pytorch
+
+
+@remedy("decides by random numbers more than")
+def _(w):
+    import random
+
+    def decides(x):
+        return w.finish(sum(w.model(x).sum() * (random.random() < 0.5) for _ in range(5)))
+
+    def passed(x, kept=(True, False, True, True, False)):
+        return w.finish(sum(w.model(x).sum() * each for each in kept))
+
+    return decides, passed
 
 
 @remedy("has the layout")

@@ -74,8 +74,22 @@ class Read:
     check: Callable[[Any], bool]  # whether the graph can take it
 
 
-def compile_steps(steps: Sequence[Ask | Read]) -> Callable[[Any], list[Any] | None]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """A random number that the host draws in each call; what follows finds it after the numbers that it is given."""
+
+    of: Apply  # the generator's method and what it is given
+    generator: Any  # of Python's or NumPy's
+    name: str  # of the method, for people
+    kind: type  # of the number
+
+
+def compile_steps(steps: Sequence[Ask | Read | Draw], *, is_drawing: bool = False) -> Callable[[Any], list[Any] | None]:
     """One function for all of ``steps``, in their order.
+
+    Args:
+        steps: What to do.
+        is_drawing: Whether to draw, and to add that to the list of numbers; otherwise it has them already.
 
     Returns:
         It gives what the graph reads of the numbers it is given; ``None`` where an answer is another or a check fails.
@@ -83,6 +97,12 @@ def compile_steps(steps: Sequence[Ask | Read]) -> Callable[[Any], list[Any] | No
     source = _Source()
     read = []
     for step in steps:
+        if isinstance(step, Draw):
+            if is_drawing:
+                name = source.name_of(step.of)
+                source.lines.append(f"if type({name}) is not {source.constant(step.kind)}: return None")
+                source.lines.append(f"n.append({name})")
+            continue
         name = source.name_of(step.of)
         if isinstance(step, Read):
             read.append(name)
@@ -165,6 +185,12 @@ def computes_the_same(one: Expression, other: Expression) -> bool:
             return False
         waiting += zip(one.operands, other.operands, strict=True)
     return True
+
+
+def reads(expression: Expression, is_read: Callable[[int], bool]) -> int | None:
+    """The index of a number that an expression reads, if there is one that ``is_read`` says."""
+    indices = (each.index for each in _in_order(expression, {}) if isinstance(each, Nth))
+    return next(filter(is_read, indices), None)
 
 
 def text_of(expression: Expression, names: Sequence[str]) -> str:

@@ -80,7 +80,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _names_of_inputs(request: Request, traced: Traced) -> dict[fx.Node, str]:
     """What each input is: its number changes as soon as there is more that the graph does not use."""
-    labels = [number.label for number in request.numbers]
+    labels = traced.questions.names([number.label for number in request.numbers])
     known = [
         *(request.state[index].name for index in traced.state),
         *(f"{request.gradients[index].name}.grad" for index in traced.gradients),

@@ -23,7 +23,6 @@ import inspect
 import io
 import operator
 import queue
-import random
 import sys
 import threading
 import types
@@ -56,6 +55,7 @@ from millstream.capture.state.code import (
 )
 from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of, without_cache
 from millstream.capture.state.executed import Ran
+from millstream.capture.state.generators import GENERATORS
 from millstream.capture.state.location import MISSING, ClassAttributes, ContextValue, Items, Location, SlotAttributes
 from millstream.capture.state.signature import SCALARS
 from millstream.errors import CaptureError
@@ -635,9 +635,6 @@ class Search:
 
 _VIEWS = (*map(type, ({}.keys(), {}.values(), {}.items())), types.MappingProxyType)
 """Kinds of views of a dict."""
-
-GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
-"""Kinds of random generators whose numbers a graph would not draw again."""
 
 _BOUND = (*GENERATORS, dict, list, set, deque)
 """Kinds of objects to which methods in C that are kept lead."""

@@ -227,7 +227,7 @@ class StepState:
             names.append(f"{gradient.name}.grad")
             static.append(old if old is not None else self._grad_buffer(gradient))
         grad_buffers = static[len(traced.state) :]
-        known = [_name_number(request.found, number) for number in request.numbers]
+        known = traced.questions.names([_name_number(request.found, number) for number in request.numbers])
         slots = [Slot.like(each.tensor) for each in traced.questions.inputs]
         for index in traced.numbers:
             names.append(text_of(traced.questions.inputs[index].of, known))

@@ -36,6 +36,7 @@ class Cause:
 
 FIRST = Cause("the first call that could be captured")
 OTHERWISE = Cause("what the graph before took for granted does not hold", "")
+DRAWN = Cause("a random number leads another way", "random numbers")
 
 
 @dataclass
@@ -83,7 +84,9 @@ def cause_of(graphs: Sequence[StepGraph], others: Iterable[StepGraph], call: Cal
         if (change := graph.guards.broken()) is not None:
             return _cause_of_break(change)
         changed = graph.changed_number(call.given)
-        return OTHERWISE if changed is None else _changed(*changed)
+        if changed is None:
+            return DRAWN if graph.questions.drawn else OTHERWISE
+        return _changed(*changed)
     form = call.form
     nearest = min(reversed([*others]), key=lambda graph: _num_differences(graph.form, form), default=None)
     return FIRST if nearest is None else _difference(nearest, form)

@@ -11,6 +11,7 @@ from millstream.capture.lines import told
 from millstream.capture.step.calls import Call
 from millstream.capture.step.failures import find_failure
 from millstream.capture.step.graph import Build, StepGraph
+from millstream.capture.step.request import NotNow
 from millstream.capture.step.sizes import NoSymbols
 from millstream.capture.trace.patches.randomness import RandomState
 from millstream.data_parallel.exchange import PROGRESS
@@ -27,6 +28,7 @@ def build_and_run(build: Build, call: Call, graph: StepGraph, *, is_trial: bool)
     """
     start = time.perf_counter()
     random_state = RandomState()
+    random_state.add_generators(draw.generator for draw in graph.questions.draws)
     # On the host, so that a large model does not need its state twice on the device.
     backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
     arguments = graph.complete(call.arguments)
@@ -74,7 +76,7 @@ def _run(build: Build, call: Call, graph: StepGraph, arguments: list[Tensor], *,
     except Exception as error:
         if PROGRESS.num_started > num_exchanges:  # which others have taken part in: no plain run may repeat them
             raise
-        if isinstance(error, (ArgumentError, CaptureError, DataParallelError, NoSymbols)):
+        if isinstance(error, (ArgumentError, CaptureError, DataParallelError, NoSymbols, NotNow)):
             raise  # it is the user who is asked, or it says by itself what it is
         if (own := find_failure(graph.gm, graph.inputs(arguments))) is not None:
             raise own from own.__cause__

@@ -21,9 +21,11 @@ from millstream.capture.state.location import Location
 from millstream.capture.state.signature import Leaf, Structure, is_other, is_same, tree_unflatten
 from millstream.capture.step.calls import Form
 from millstream.capture.step.failures import as_eager
+from millstream.capture.step.request import NotNow
 from millstream.capture.step.sizes import SizeGuard, form_without_sizes, numbers_of
 from millstream.capture.trace.scalars import Questions, is_number
 from millstream.device.tensor_specs import TensorSpecs
+from millstream.errors import CaptureError
 
 STATE_NAMES = "state_names"
 """Where a traced graph's ``meta`` has the names of the inputs that come before the arguments."""
@@ -143,7 +145,8 @@ class StepGraph:
             return False
         if self.expected and not all(form_of(arguments[index]) == form for index, form_of, form in self.expected):
             return False
-        if not self._take_numbers(given):
+        has_draws = bool(self.questions.drawn)
+        if not has_draws and not self._take_numbers(given):
             return False
         conditions = self.effects.conditions
         if conditions and any(ask() != answer for ask, answer in conditions):
@@ -154,17 +157,19 @@ class StepGraph:
             number = scalar.read()
             if is_other(number, scalar.slot.value):
                 scalar.slot.set(number)
-        return True
+        return not has_draws or self._take_numbers(given)  # at last, as the graph must run once it has drawn
 
     def _take_numbers(self, given: Sequence[float]) -> bool:
-        """Bring what the graph reads of its numbers up to date; whether it holds for them."""
+        """Bring what the graph reads of its numbers up to date, and draw; whether it holds for them."""
         try:
             numbers = self._numbers_now(given)
         except (KeyError, IndexError, ValueError):  # there is none any more
             return False
-        if all(map(is_, numbers, self.numbers)) or all(map(is_same, numbers, self.numbers)):
+        questions = self.questions
+        if not questions.drawn and (all(map(is_, numbers, self.numbers)) or all(map(is_same, numbers, self.numbers))):
             return True
-        derived = self.questions.derive(numbers) if all(map(is_number, numbers)) else None
+        derive = questions.draw if questions.drawn else questions.derive
+        derived = derive(numbers) if all(map(is_number, numbers)) else None
         if derived is None:
             return False
         before, self.numbers = self.numbers, numbers
@@ -195,8 +200,19 @@ class StepGraph:
             tell([f"{name} = {self.numbers[index]!r}" for index, name in self.hyperparameters])
 
     def fill_slots(self) -> None:
-        """Bring what the graph reads of its numbers up to date."""
-        derived = self.questions.derive(self.numbers)
+        """Bring what the graph reads of its numbers up to date, for the first time.
+
+        Raises:
+            NotNow: Another thread has drawn random numbers meanwhile, and others decide now.
+        """
+        derived = self.questions.draw(self.numbers) if self.questions.drawn else self.questions.derive(self.numbers)
+        if derived is None and self.questions.drawn:
+            raise NotNow(
+                CaptureError(
+                    f"Another thread uses the generator of {self.questions.draws[0].name} while the step is captured.",
+                    remedy="Give each thread a generator of its own.",
+                )
+            )
         assert derived is not None
         self._fill(derived)
 
@@ -255,6 +271,8 @@ class StepGraph:
         if isinstance(self.structure, Leaf) and self.outputs[0].kind == "graph" and not self.effects.program:
             return results[0]
         numbers = self.numbers if self.sizes is None else [*self.numbers, *numbers_of(arguments)]
+        if self.questions.drawn:
+            numbers = [*numbers[: self.questions.num_before], *self.questions.drawn]
         values = Values(numbers, results, self.effects.stacks)
 
         def value_of(output: Output) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType
 from typing import Any
@@ -83,6 +83,7 @@ class Request:
     dimensions: dict[int, frozenset[int]] = field(default_factory=dict)
     # whether ``float(number)`` and its like are numbers of the graph; ``None`` as long as nobody knows if it takes that
     converts: bool | None = None
+    drawn: Sequence[Any] = ()  # random numbers that the step is to get, the first ones that it draws
     is_plain: bool = False  # whether the user's numbers stay what they are, and the graph is for those alone
 
 

@@ -130,9 +130,10 @@ class Step(Generic[P, R]):
     """A training step that is captured whole, with its optimizers, and replayed.
 
     A graph repeats what the function does to tensors. What it prints, logs and counts, and schedulers' steps, are a
-    list of effects, done after the graph in each call. Other changes of Python objects, random numbers of other
-    libraries, values that decide: what of this can be noticed is refused. What cannot (the time of day) happens when
-    the step is traced and not again. While it is traced its tensors have no values: other threads must not use them.
+    list of effects, done after the graph in each call. Random numbers of Python and NumPy are drawn before it. Other
+    changes of Python objects, values that decide: what of this can be noticed is refused. What cannot (the time of day)
+    happens when the step is traced and not again. While it is traced its tensors have no values: other threads must not
+    use them.
 
     Args:
         function: Does forward, backward and optimizer step on objects that it finds in its closure, globals, bound
@@ -486,7 +487,8 @@ class Step(Generic[P, R]):
             )
         with self._lock.lock:
             call = self._calls.make(args, kwargs)
-            if self._cache.find(call.key, call.arguments, call.given) is not None:
+            if (graph := self._cache.find(call.key, call.arguments, call.given)) is not None:
+                graph.questions.undo_draw()
                 return
             found = _search(self._roots(call))
             optimizers = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
@@ -636,6 +638,7 @@ class Step(Generic[P, R]):
             request = self._state.make_request(self.function, call, roots, found, like)
             request.replica, request.dimensions, request.plain = self._replica, dimensions, plain
             request.disturbed, request.is_plain = disturbed, is_plain
+            request.drawn = () if like is None else like.questions.drawn
             try:
                 return request, self._trace_converting(request, call)
             except FoundLate as late:

@@ -62,10 +62,10 @@ def compute(function: Callable[..., Any], *operands: Any, form: Form | None = No
         operands: Scalars and plain values.
         form: How the graph computes it of what it has itself; ``None`` for an operator's.
     """
-    scalars = [*_scalars_in(operands)]
+    scalars = [*scalars_in(operands)]
     first = scalars[0]
     if first.is_asked_by_others:
-        return function(*_evaluate(operands, GraphScalar.outside))
+        return function(*evaluate(operands, GraphScalar.outside))
     key = function, *map(_key_of, operands)
     return first.once(key, lambda: _computed(function, operands, scalars, form), kept=operands)
 
@@ -74,32 +74,33 @@ MOST_ITEMS = 1000
 """Of a list that the step makes, and that a function gets with a number that changes."""
 
 
-def _scalars_in(operands: Iterable[Any]) -> Iterator[GraphScalar]:
+def scalars_in(operands: Iterable[Any]) -> Iterator[GraphScalar]:
+    """The scalars among operands, and in lists among these."""
     for each in operands:
         if is_scalar(each):
             yield each
         elif type(each) in (list, tuple) and len(each) <= MOST_ITEMS:
-            yield from _scalars_in(each)
+            yield from scalars_in(each)
 
 
-def _evaluate(operands: Iterable[Any], value_of: Callable[[GraphScalar], Any]) -> list[Any]:
+def evaluate(operands: Iterable[Any], value_of: Callable[[GraphScalar], Any]) -> list[Any]:
     """Operands with values in the place of scalars."""
     return [
         value_of(each)
         if is_scalar(each)
-        else type(each)(_evaluate(each, value_of))
-        if type(each) in (list, tuple) and any(_scalars_in(each))
+        else type(each)(evaluate(each, value_of))
+        if type(each) in (list, tuple) and any(scalars_in(each))
         else each
         for each in operands
     ]
 
 
-def _expression_of(operand: Any, questions: Questions) -> Expression:
+def expression_of(operand: Any, questions: Questions) -> Expression:
     """Gives an operand. What lists and arrays hold is read in each call, and compared like all that the step reads."""
     if is_scalar(operand):
         return operand.of
-    if type(operand) in (list, tuple) and any(_scalars_in(operand)):
-        items = tuple(_expression_of(each, questions) for each in operand)
+    if type(operand) in (list, tuple) and any(scalars_in(operand)):
+        items = tuple(expression_of(each, questions) for each in operand)
         return Apply(_list_of if type(operand) is list else _tuple_of, items)
     return questions.borrow(operand) if isinstance(operand, list | np.ndarray) else Always(operand)
 
@@ -121,11 +122,11 @@ def _key_of(operand: Any) -> Any:
 def _computed(
     function: Callable[..., Any], operands: tuple[Any, ...], scalars: Sequence[GraphScalar], form: Form | None
 ) -> Any:
-    of = Apply(function, tuple(_expression_of(each, scalars[0].questions) for each in operands))
+    of = Apply(function, tuple(expression_of(each, scalars[0].questions) for each in operands))
     if not all(each.is_known for each in scalars):
         return _unknown(function, operands, scalars, of, form)
     try:
-        value = function(*_evaluate(operands, attrgetter("value")))
+        value = function(*evaluate(operands, attrgetter("value")))
     except Exception:  # which the program may expect
         _take_plainly(scalars)
         raise

@@ -35,10 +35,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.capture.effects.expressions import Always, Apply, Ask, Expression, Read, compile_steps
+from millstream.capture.effects.expressions import Always, Apply, Ask, Draw, Expression, Nth, Read, compile_steps, reads
 from millstream.capture.effects.values import Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
 from millstream.capture.state.executed import others_may_write
+from millstream.capture.state.generators import set_state, state_of
 from millstream.capture.state.location import MISSING
 from millstream.capture.state.signature import is_other
 from millstream.errors import CaptureError
@@ -60,6 +61,9 @@ INT64 = -(2**63), 2**63 - 1
 USUAL = -(2**31), 2**31
 """Between these are counts and sizes as a rule."""
 
+MOST_DECIDED = 3
+"""Questions about random numbers: each outcome has a graph of its own."""
+
 Bounds: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
 """Between which numbers a whole one is in any case, and as a rule."""
 
@@ -80,7 +84,10 @@ class Questions:
     """What the traced program asked about the values of its numbers, and what its graph reads of them."""
 
     new_input: Callable[[GraphScalar, torch.dtype], Tensor]  # makes an input of the graph
-    steps: list[Ask | Read] = field(default_factory=list)  # questions and inputs, in the order of the program
+    # questions, inputs and draws, in the order of the program
+    steps: list[Ask | Read | Draw] = field(default_factory=list)
+    num_before: int = 0  # numbers that come before those that are drawn: what was lifted, and sizes
+    drawn: list[Any] = field(default_factory=list)  # random numbers, as they were drawn last
     inputs: list[Input] = field(default_factory=list)
     refused: list[CaptureError] = field(default_factory=list)  # what it asked of values that nobody knows yet
     texts: Texts = field(default_factory=Texts)  # text made of them
@@ -94,6 +101,9 @@ class Questions:
     # has what a branch on a number leads to run after the replay: the outcome to go on with, ``None`` where it cannot
     branch: Callable[[HostScalar], bool | None] = lambda number: None
     _compute: Callable[[Numbers], list[Any] | None] | None = None
+    _draw: Callable[[Numbers], list[Any] | None] | None = None
+    _states: list[tuple[Any, Any]] = field(default_factory=list)  # generators, and their states before they were used
+    _num_decided: int = 0  # how often a random number decides
 
     def text(self, of: Expression, needs: frozenset[Leaf]) -> str:
         """Text that stands for what ``of`` will give, from what ``needs`` says; not for a debugger to show."""
@@ -122,7 +132,15 @@ class Questions:
 
     def ask(self, of: Expression, is_answer: Callable[[Any], bool] | None = None) -> None:
         """Let the graph depend on what ``of`` gives."""
-        self._add(Ask(of, is_answer))
+        if self.drawn_for(of) is not None:
+            self._num_decided += 1
+            if self._num_decided > MOST_DECIDED:
+                raise_refusal(
+                    self.refused.append,
+                    f"The step decides by random numbers more than {MOST_DECIDED} times.",
+                    "Draw outside of the step, and pass what is to be done; or use torch.where.",
+                )
+        self.add(Ask(of, is_answer))
 
     def read(self, number: GraphScalar) -> Tensor:
         """Let the graph read a number."""
@@ -133,12 +151,30 @@ class Questions:
             check = is_double if number.is_users else _is_double_or_exact
         tensor = self.new_input(number, dtype)
         self.inputs.append(Input(number.of, tensor))
-        self._add(Read(number.of, check))
+        self.add(Read(number.of, check))
         return tensor
 
-    def _add(self, step: Ask | Read) -> None:
+    def take(self, draw: Draw, value: Any) -> Nth:
+        """Have the host draw a random number, which is ``value`` this time; returns what gives it in each call."""
+        self.add(draw)
+        self.drawn.append(value)
+        return Nth(self.num_before + len(self.drawn) - 1)
+
+    @property
+    def draws(self) -> list[Draw]:
+        """The random numbers that the host draws."""
+        return [step for step in self.steps if isinstance(step, Draw)]
+
+    def drawn_for(self, of: Expression) -> Draw | None:
+        """A random number by which it is decided what ``of`` gives, if there is one."""
+        if not self.drawn or (index := reads(of, lambda index: index >= self.num_before)) is None:
+            return None
+        return self.draws[index - self.num_before]
+
+    def add(self, step: Ask | Read | Draw) -> None:
+        """Add what comes next in the program."""
         self.steps.append(step)
-        self._compute = None
+        self._compute = self._draw = None
 
     def derive(self, numbers: Numbers) -> list[Any] | None:
         """What the graph reads where these are the numbers.
@@ -148,9 +184,47 @@ class Questions:
         if self._compute is None:
             self._compute = compile_steps(self.steps)
         try:
-            return self._compute(numbers)
+            return self._compute(self._with_drawn(numbers))
         except _FAILURES:
             return None
+
+    def draw(self, numbers: Numbers) -> list[Any] | None:
+        """The same, with random numbers that are drawn now; where the graph does not hold, nothing is drawn."""
+        if self._draw is None:
+            self._draw = compile_steps(self.steps, is_drawing=True)
+            generators = {id(draw.generator): draw.generator for draw in self.draws}
+            self._states = [(generator, None) for generator in generators.values()]
+        self._states = [(generator, state_of(generator)) for generator, _ in self._states]
+        drawn = [*numbers, *[None] * (self.num_before - len(numbers))]
+        derived = None
+        try:
+            derived = self._draw(drawn)
+        except _FAILURES:
+            pass
+        finally:
+            if derived is None:
+                self.undo_draw()
+        if derived is not None:
+            self.drawn = drawn[self.num_before :]
+        return derived
+
+    def undo_draw(self) -> None:
+        """Put the generators back to where they were before numbers were last drawn."""
+        for generator, state in self._states:
+            set_state(generator, state)
+
+    def readable(self, text: str, numbers: Numbers) -> str:
+        """Text for people, with numbers in the place of what stands for them."""
+        return self.texts.readable(text, self._with_drawn(numbers))
+
+    def names(self, before: Sequence[str]) -> list[str]:
+        """Names of all numbers, for people, from those of what was lifted."""
+        return [*before, *["size"] * (self.num_before - len(before)), *(f"{draw.name}()" for draw in self.draws)]
+
+    def _with_drawn(self, numbers: Numbers) -> Numbers:
+        if not self.drawn or len(numbers) > self.num_before:
+            return numbers
+        return [*numbers, *[None] * (self.num_before - len(numbers)), *self.drawn]
 
     def allow(self, numbers: Numbers) -> bool:
         """Whether the graph holds for these numbers."""
@@ -163,6 +237,7 @@ class Questions:
             numbers: As they are now.
             successors: By position, what the program makes of those that it changes.
         """
+        numbers = self._with_drawn(numbers)
         with contextlib.suppress(*_FAILURES):  # where the program would raise as well
             for _ in range(LOOKAHEAD):
                 numbers = [successors[i](numbers) if i in successors else each for i, each in enumerate(numbers)]
@@ -280,6 +355,12 @@ class GraphScalar(torch.SymFloat):
         """The present value, on which the graph depends from here on."""
         if self.is_asked_by_others:
             return self.outside()  # type: ignore[no-any-return]
+        if (draw := self.questions.drawn_for(self.of)) is not None:
+            raise_refusal(
+                self.questions.refused.append,
+                f"The step needs the very value of what {draw.name} gives, as for an index or a size.",
+                "Draw it outside of the step, and pass it as an argument; or draw with PyTorch's functions.",
+            )
         self.once((), lambda: self.questions.ask(self.of, functools.partial(_is_same, self.value)))
         return int(self.value) if self.is_whole else float(self.value)  # NumPy's are of other types
 

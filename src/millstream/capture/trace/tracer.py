@@ -120,6 +120,7 @@ from millstream.capture.step.request import (
     TypesCompared,
 )
 from millstream.capture.trace.changes import Changes
+from millstream.capture.trace.draws import Draws, are_alike
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
 from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
@@ -134,7 +135,7 @@ from millstream.capture.trace.patches.optimizers import (
     traceable,
     widen_counts,
 )
-from millstream.capture.trace.patches.randomness import RandomState, other_generators_refused
+from millstream.capture.trace.patches.randomness import RandomState, draws_recorded
 from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_number, is_scalar
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.switches import SwitchWatch
@@ -142,7 +143,7 @@ from millstream.capture.trace.tensors import Leaving, writes_host
 from millstream.capture.trace.twins import Twins, fake_of, is_traced, real_of
 from millstream.capture.trace.unsupported import check_sources
 from millstream.capture.trace.ways import Ways, are_effects_alike, check_alike, join_effects, join_gradients
-from millstream.errors import CaptureError, DataParallelError
+from millstream.errors import CaptureError, DataParallelError, without_frames
 from millstream.locks import TRACING, unknown_before
 from millstream.passes.cleanup import (
     drop_idle_nodes,
@@ -183,7 +184,7 @@ def trace_step(request: Request) -> Traced:
         return traced
     except Exception as error:
         if isinstance(error, CaptureError | OneShot | Disturbed):  # a plain number seems to be another thread's
-            tracer.check_conversions()
+            tracer.check_conversions(error)
         tracer.make_readable(error)
         raise
     finally:
@@ -235,6 +236,7 @@ class _Tracer:
     twins: Twins = field(init=False)
     unsettled: Exception | None = None
     conversions: Conversions = field(default_factory=Conversions)
+    draws: Draws = field(init=False)
     has_text: bool = False  # whether other ways have text with values in it
     others: list[_Tracer] = field(default_factory=list)  # that have traced the other ways of branches
 
@@ -252,12 +254,15 @@ class _Tracer:
         self.recorder.choose = self.ways.take
         self.record = make_recorder(request.function, request.arguments)
         self.switches = SwitchWatch(request.settings)
+        device = device_of([*(entry.tensor for entry in request.state), *request.arguments])
+        self.questions.num_before = len(request.numbers)
         if request.dimensions:
-            device = device_of([*(entry.tensor for entry in request.state), *request.arguments])
             self.sizes = TracedSizes(
                 request.arguments, request.dimensions, self.questions, len(request.numbers), device
             )
             self.mode = self.sizes.mode
+            self.questions.num_before += sum(map(len, self.sizes.shapes))
+        self.draws = Draws(self.questions, device, request.drawn, self._note_failure)
 
     def trace(self) -> Traced:
         tracer, gm = self._trace_ways()
@@ -307,6 +312,9 @@ class _Tracer:
         inputs = zip(self.questions.inputs, other.questions.inputs, strict=False)  # the other way may read fewer
         if not all(computes_the_same(one.of, two.of) for one, two in inputs):
             raise DifferentWays("read different numbers")
+        draws, others = self.questions.draws, other.questions.draws
+        if len(draws) != len(others) or not all(map(are_alike, draws, others)):
+            raise DifferentWays("draw different random numbers")
         check_alike(self.leaving, other.leaving)
         is_alike = are_effects_alike(self.recorder, other.recorder)
         num_both = self.num_results if is_alike else self.leaving.num_tensors
@@ -354,7 +362,7 @@ class _Tracer:
         """The graph depends on what either way has asked and used."""
         for step in other.questions.steps:
             if isinstance(step, Ask):
-                self.questions.ask(step.of, step.is_answer)
+                self.questions.add(step)
         self.has_text |= other.has_text or bool(other.questions.texts.made)
         self.looked_at |= other.looked_at
         self.asked |= other.asked
@@ -585,14 +593,17 @@ class _Tracer:
 
         In the user's own code only: libraries ask it of much else.
         """
+        if not is_users_own(frame.f_code.co_filename) or not compares_types(frame.f_code):
+            return
+        error = CaptureError(
+            f"{frame.f_code.co_name} compares the type of something with int or float, while numbers change.",
+            where=here(),
+            remedy="Ask isinstance(number, int) instead.",
+        )
         scalars = () if self.request.is_plain else self.users_scalars
-        if (scalars or self.sizes) and is_users_own(frame.f_code.co_filename) and compares_types(frame.f_code):
-            error = CaptureError(
-                f"{frame.f_code.co_name} compares the type of something with int or float, while numbers change.",
-                where=here(),
-                remedy="Ask isinstance(number, int) instead.",
-            )
+        if scalars or self.sizes:
             self._report(TypesCompared(error))
+        self.draws.forbid(error)
 
     def _check_leaves(self, frame: FrameType) -> None:
         """Stop before code that asks autograd's graph for the parameters that it leads to: there those are twins."""
@@ -702,7 +713,7 @@ class _Tracer:
                 remedy="Put the launch into a torch.library.custom_op with a register_fake, which is captured.",
             )
         text = f"Tracing failed: {told(error)}"
-        has_number = self.questions.texts.readable(text, self.numbers) != text
+        has_number = self.questions.readable(text, self.numbers) != text
         instead = "use the number there, and not its text" if has_number else "keep it out of the step"
         return CaptureError(
             text,
@@ -710,16 +721,18 @@ class _Tracer:
             remedy=f"If the line also fails without ms.step, correct it; otherwise {instead}.",
         )
 
-    def check_conversions(self) -> None:
+    def check_conversions(self, error: Exception | None = None) -> None:
         """Trace again where numbers of the graph would be better than the plain ones that conversions have given."""
         if self.request.converts is None and self.questions.num_converted and can_be_seen():
+            if error is not None:  # whose frames would keep functions that the step has made, with its arguments
+                without_frames(error)
             raise Converted from None
 
     def make_readable(self, error: BaseException | None) -> None:
         """Show numbers in the text of an error, and of its cause, where the tokens are that stand for them."""
 
         def shown(part: Any) -> Any:
-            return self.questions.texts.readable(part, self.numbers) if isinstance(part, str) else part
+            return self.questions.readable(part, self.numbers) if isinstance(part, str) else part
 
         while error is not None:
             error.args = tuple(map(shown, error.args))
@@ -852,7 +865,7 @@ class _Tracer:
         with (
             optimizer_steps_seen(on_step, on_done),
             schedulers_are_recorded(self.recorder, self._note_failure, meet),
-            other_generators_refused(self._note_failure),
+            draws_recorded(self.draws, self._note_failure),
         ):
             yield
 

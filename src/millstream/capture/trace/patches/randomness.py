@@ -7,7 +7,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -17,8 +17,8 @@ import torch
 from millstream._torch.tracing import attributes_here
 from millstream.capture.lines import raise_refusal
 from millstream.capture.state.discover import Found
-
-_READING = frozenset({"getstate", "setstate", "get_state", "set_state", "get_rng_state", "set_rng_state"})
+from millstream.capture.state.generators import set_state, state_of
+from millstream.capture.trace.draws import REMEDY, Draws
 
 
 class RandomState:
@@ -42,12 +42,17 @@ class RandomState:
         """Note what other generators a step reaches, as they are now."""
         for name, generator in found.generators:
             with contextlib.suppress(NotImplementedError):  # the system's has no state
-                self._own.setdefault(id(generator), (name, generator, _state_of(generator)))
+                self._own.setdefault(id(generator), (name, generator, state_of(generator)))
+
+    def add_generators(self, generators: Iterable[Any]) -> None:
+        """Note others, as they are now."""
+        for generator in generators:
+            self._own.setdefault(id(generator), ("a random generator", generator, state_of(generator)))
 
     def what_changed(self) -> str:
         """Name a generator that was used since; empty if none was, or if another thread may have used it."""
         for name, generator, state in self._own.values():
-            if pickle.dumps(_state_of(generator)) != pickle.dumps(state):
+            if pickle.dumps(state_of(generator)) != pickle.dumps(state):
                 return f"{name}, a random generator"
         if not self._is_alone or threading.active_count() > 1:
             return ""
@@ -60,7 +65,7 @@ class RandomState:
     def restore(self) -> None:
         """Go back to the state at creation."""
         for _, generator, state in self._own.values():
-            _set_state(generator, state)
+            set_state(generator, state)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._host)
@@ -68,32 +73,20 @@ class RandomState:
             torch.cuda.set_rng_state_all(self._devices)
 
 
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
 @contextlib.contextmanager
-def other_generators_refused(refuse: Callable[[Exception], None]) -> Iterator[None]:
-    """For the length of the context, on this thread, Python's and NumPy's generators and new seeds raise."""
+def draws_recorded(draws: Draws, refuse: Callable[[Exception], None]) -> Iterator[None]:
+    """For the length of the context, on this thread, what ``random`` and ``numpy.random`` draw is recorded.
+
+    New seeds and states raise.
+    """
     seed, state = _refusing("sets a seed", refuse), _refusing("sets a state of random numbers", refuse)
     set_state = _but_for_checkpoints(state, torch.set_rng_state)
 
-    def draws(module: ModuleType, kind: type) -> dict[str, Any]:
+    def methods(module: ModuleType, kind: type) -> dict[str, Any]:
         return {
-            name: _refusing(f"calls {module.__name__}.{name}", refuse)
+            name: draws.method(value.__self__, value.__name__, f"{module.__name__}.{name}")
             for name, value in vars(module).items()
-            if isinstance(getattr(value, "__self__", None), kind) and name not in _READING
+            if isinstance(getattr(value, "__self__", None), kind)
         }
 
     fork = _but_for_checkpoints(state, torch.random.fork_rng)
@@ -101,8 +94,8 @@ def other_generators_refused(refuse: Callable[[Exception], None]) -> Iterator[No
         attributes_here(torch, manual_seed=seed, seed=seed, set_rng_state=set_state),
         attributes_here(torch.random, manual_seed=seed, seed=seed, set_rng_state=set_state, fork_rng=fork),
         attributes_here(torch.cuda, manual_seed=seed, manual_seed_all=seed),
-        attributes_here(random, **draws(random, random.Random)),
-        attributes_here(np.random, **draws(np.random, np.random.RandomState)),
+        attributes_here(random, **methods(random, random.Random)),
+        attributes_here(np.random, **methods(np.random, np.random.RandomState)),
     ):
         yield
 
@@ -125,7 +118,7 @@ def _refusing(what: str, refuse: Callable[[Exception], None]) -> Callable[..., N
         raise_refusal(
             refuse,
             f"The step {what}, which a graph would not do again.",
-            "Do that outside of the step, or draw with PyTorch's functions.",
+            REMEDY,
         )
 
     return call

@@ -1,0 +1,141 @@
+"""Random numbers of Python and NumPy in a step: drawn by the host before each replay, as the program would have.
+
+While a step is traced, a copy of each generator gives the numbers, and the generators themselves are not touched.
+
+**Contract**
+- Before each replay the generators are asked for the same numbers in the same order as eager Python would ask them.
+- A graph that then does not hold, or fails to be built, leaves the generators as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter, not_
+from typing import Any
+
+import numpy as np
+import torch
+
+from millstream.capture.effects.expressions import Apply, Draw, Expression, computes_the_same
+from millstream.capture.lines import raise_refusal
+from millstream.capture.state.generators import copy_of
+from millstream.capture.trace.arithmetic import evaluate, expression_of, scalars_in
+from millstream.capture.trace.scalars import GraphScalar, Questions, is_known_later, is_number, is_scalar, is_tensor
+from millstream.errors import CaptureError
+
+REMEDY = "Do that outside of the step, or draw with PyTorch's functions."
+
+_CHANGING = frozenset({"seed", "shuffle", "setstate", "set_state", "spawn"})
+"""Methods of generators that do something else than to draw."""
+
+READING = frozenset({"getstate", "get_state"})
+"""Methods that give the state of a generator."""
+
+
+class Draws:
+    """Random numbers that one trace draws.
+
+    Args:
+        questions: Of the trace.
+        device: Of the graph.
+        given: What the first ones are to be; the others are drawn.
+        refuse: Told why the step cannot be captured, as the program may catch that.
+    """
+
+    def __init__(
+        self,
+        questions: Questions,
+        device: torch.device,
+        given: Sequence[Any],
+        refuse: Callable[[CaptureError], object],
+    ) -> None:
+        self._questions, self._device, self._given, self._refuse = questions, device, given, refuse
+        self._copies: dict[int, Any] = {}
+        self._forbidden: CaptureError | None = None
+
+    def forbid(self, reason: CaptureError) -> None:
+        """Note what keeps a step that draws from being captured."""
+        self._forbidden = reason
+        if self._questions.drawn:
+            self._raise(reason)
+
+    def _raise(self, reason: CaptureError) -> None:
+        self._refuse(reason)
+        raise reason
+
+    def method(self, generator: Any, name: str, label: str) -> Callable[..., Any]:
+        """What a program gets for a method of a generator.
+
+        Args:
+            generator: The user's.
+            name: Of the method.
+            label: It, for people.
+        """
+        if name in READING:
+            return self._reading(getattr(generator, name), label)
+
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            operands = [*args, *kwargs.values()]
+            if name in _CHANGING or not all(map(_is_known, operands)):
+                self.refuse(f"calls {label}")
+            return self._drawn(generator, name, label, operands, tuple(kwargs))
+
+        return draw
+
+    def refuse(self, what: str) -> None:
+        """Say that the step does what cannot be captured."""
+        raise_refusal(self._refuse, f"The step {what}, which a graph would not do again.", REMEDY)
+
+    def _reading(self, original: Callable[..., Any], label: str) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            if self._questions.drawn:
+                self.refuse(f"calls {label}")
+            return original(*args, **kwargs)
+
+        return read
+
+    def _drawn(self, generator: Any, name: str, label: str, operands: list[Any], names: tuple[str, ...]) -> Any:
+        if id(generator) not in self._copies:
+            self._copies[id(generator)] = copy_of(generator)
+        if self._forbidden is not None:
+            self._raise(self._forbidden)
+        questions = self._questions
+        of = Apply(
+            _with_names(getattr(generator, name), names), tuple(expression_of(each, questions) for each in operands)
+        )
+        plain = evaluate(operands, attrgetter("value"))
+        value = _with_names(getattr(self._copies[id(generator)], name), names)(*plain)
+        if len(questions.drawn) < len(self._given):
+            value = self._given[len(questions.drawn)]
+        if not is_number(value) and not isinstance(value, bool | np.bool_):
+            self.refuse(f"calls {label}")
+        read: Expression = questions.take(Draw(of, generator, label, type(value)), value)
+        if is_number(value):
+            return GraphScalar(value, read, questions, self._device)
+        questions.ask(read, None if value else not_)
+        return value
+
+
+def are_alike(one: Draw, other: Draw) -> bool:
+    """Whether two traces have drawn a number in the same way."""
+    is_same = one.generator is other.generator and one.name == other.name and one.kind is other.kind
+    mine, others = one.of.operands, other.of.operands
+    return is_same and len(mine) == len(others) and all(map(computes_the_same, mine, others))
+
+
+def _is_known(operand: Any) -> bool:
+    if is_tensor(operand) or (is_known_later(operand) and not is_scalar(operand)):
+        return False
+    return all(each.is_known for each in scalars_in([operand]))
+
+
+def _with_names(method: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """A method whose last arguments have these names."""
+    if not names:
+        return method
+
+    def call(*args: Any) -> Any:
+        first = len(args) - len(names)
+        return method(*args[:first], **dict(zip(names, args[first:], strict=True)))
+
+    return call

@@ -1,0 +1,166 @@
+"""Random numbers of Python and NumPy in steps: the host draws them before each replay, as eager Python would have."""
+
+import contextlib
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import millstream as ms
+from millstream.capture.step.step import Step
+from millstream.errors import FallbackWarning
+from tests.capture.worlds import assert_same, interpret
+
+
+def states():
+    return random.getstate(), str(np.random.get_state())
+
+
+def run(make, xs, wrap=lambda step: step):
+    """What a step of ``make`` gives for each input, or raises, with the states of the generators after it."""
+    random.seed(3)
+    np.random.seed(4)
+    seen = []
+    step = wrap(make())
+    for x in xs:
+        try:
+            result = step(x)
+        except (RuntimeError, KeyError) as error:
+            result = str(error)
+        seen.append((result, states()))
+    return step, seen
+
+
+def check(make, xs, build=interpret, **options):
+    """A step gives what eager gives and leaves the generators like it; returns the step."""
+    step, ours = run(make, xs, lambda function: Step(function, build=build, **options))
+    _, theirs = run(make, xs)
+    assert_same(ours, theirs)
+    return step
+
+
+def batches(number, sizes=(4,)):
+    return [torch.arange(3.0 * sizes[i % len(sizes)]).reshape(-1, 3) for i in range(number)]
+
+
+FORMS = {
+    "mixup": lambda x: x * (lam := np.random.beta(0.4, 0.4)) + (1 - lam) * x.flip(0),
+    "many of Python's": lambda x: (
+        x * random.random() + random.uniform(1, b=2) - random.gauss(0, 1) * random.randint(1, 9) + random.choice([1, 2])
+    ),
+    "many of NumPy's": lambda x: (
+        x * np.random.rand() + np.random.normal(scale=0.1) - np.random.randint(3, 9) * np.random.uniform(0.5, 2.0)
+    ),
+    "in arithmetic": lambda x: x * float(np.clip(np.random.randn() * 0.1, -0.1, 0.1)) + int(random.random() * 100) / 10,
+    "of a number drawn": lambda x: x + random.uniform(0, random.random()) + np.random.choice([0.5, random.random()]),
+    "returned": lambda x: [random.random(), np.random.choice([3, 4, 5]), f"{random.random():.2f}"],
+}
+
+
+def test_numbers_and_generators_are_eagers_also_for_a_new_size():
+    step = check(lambda: lambda x: [form(x) for form in FORMS.values()], batches(6, (4, 4, 6)), strict=True)
+    assert len(step.graphs) < 4
+
+
+def test_a_branch_on_a_number_has_two_graphs_and_nothing_is_drawn_twice():
+    def make():
+        return lambda x: (x.flip(0) if random.random() < 0.5 else x * np.random.rand()) + random.random()
+
+    step = check(make, batches(12), strict=True)
+    assert len(step.graphs) == 2
+    assert step.history[1].endswith("a random number leads another way")
+
+
+def test_a_guard_that_fails_after_a_draw_puts_the_generators_back():
+    def make():
+        count = {"i": 0}
+
+        def step(x):
+            drawn = random.random() * np.random.rand()
+            count["i"] += 1
+            return x * drawn if count["i"] % 3 else x + drawn
+
+        return step
+
+    assert len(check(make, batches(9), strict=True).graphs) == 2
+
+
+def test_an_error_after_a_replay_leaves_what_was_drawn():
+    def make():
+        def step(x):
+            total = (x * random.random()).sum()
+            if total.item() > 40:
+                raise RuntimeError(f"{total.item():.3f}")
+            return total
+
+        return step
+
+    check(make, batches(5, (4, 6)), strict=True)
+
+
+REFUSED = {
+    "an array": (lambda x: x * np.random.rand(3).sum(), "calls numpy.random.rand"),
+    "an index": (lambda x: x[random.randint(0, 3) :] * random.random(), "needs the very value of what random.randint"),
+    "a shuffle": (lambda x: x * random.random() * (random.shuffle([1, 2, 3]) or 1), "calls random.shuffle"),
+    "branches": (lambda x: [x if random.random() < 0.5 else -x for _ in range(5)], "decides by random numbers"),
+    "a state": (lambda x: x * (random.random() + len(random.getstate())), "calls random.getstate"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_refused_draws_as_eager_does(kind):
+    function, reason = REFUSED[kind]
+    with pytest.warns(FallbackWarning, match=reason):
+        check(lambda: function, batches(3))
+
+
+def test_a_graph_that_cannot_be_built_draws_as_eager_does():
+    def build(*_):
+        raise ValueError("no compiler")
+
+    with pytest.warns(FallbackWarning, match="no compiler"):
+        check(lambda: lambda x: x * random.random() * np.random.rand(), batches(3), build=build)
+
+
+def test_ahead_of_the_first_call_and_for_comparison_nothing_is_drawn():
+    def make():
+        return lambda x: x * random.random() if random.random() < 0.5 else x + random.random()
+
+    check(make, batches(8), check=1, strict=True)
+    step = Step(make(), build=interpret)
+    before = states()
+    for _ in range(2):
+        step.precompile(torch.ones(3, 3))
+    assert states() == before
+
+
+def test_ways_of_a_branch_that_draw_differently_are_refused():
+    def make():
+        return lambda x: x * random.random() if x.sum() > 20 else x
+
+    with pytest.warns(FallbackWarning, match="draw different random numbers"):
+        check(make, batches(4, (4, 2)))
+
+
+def test_regions_and_the_parts_between_them_draw_in_order():
+    def make():
+        def step(x):
+            x = x * random.random()
+            with ms.eager_region():
+                x = x + float(np.random.permutation(3)[0]) * random.random()
+            return x * random.random()
+
+        return step
+
+    random.seed(3)
+    np.random.seed(4)
+    theirs = [make()(x) for x in batches(3)]
+    after = states()
+    random.seed(3)
+    np.random.seed(4)
+    step = ms.step(make(), strict=True)
+    assert_same([step(x) for x in batches(3)], theirs)
+    assert states() == after
+    with contextlib.suppress(AttributeError):
+        step.reset()
