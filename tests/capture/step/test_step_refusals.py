@@ -660,39 +660,6 @@ def test_the_users_exception_has_no_history_of_ours():
     assert caught.value.__context__ is None
 
 
-def draws():
-    mine, generator = random.Random(0), np.random.default_rng(0)
-    legacy = np.random.RandomState(0)
-    of_python, of_numpy = random.random, np.random.rand  # as ``from random import random`` gives it
-    return {
-        "an object of Python's": (lambda: mine.random(), mine.getstate),
-        "a method in Python": (lambda: mine.gauss(0, 1), mine.getstate),
-        "NumPy's generator": (lambda: generator.random(), lambda: generator.bit_generator.state),
-        "an older one of NumPy's": (lambda: legacy.rand(), lambda: legacy.get_state()[2]),
-        "Python's by a name": (lambda: of_python(), random.getstate),
-        "NumPy's by a name": (lambda: of_numpy(), lambda: np.random.get_state()[2]),
-    }
-
-
-@pytest.mark.parametrize("kind", draws())
-def test_numbers_of_random_generators_are_refused_also_beside_other_threads(kind):
-    draw, state = draws()[kind]
-    done = threading.Event()
-    other = threading.Thread(target=done.wait)
-    other.start()
-    before = state()
-    try:
-        with pytest.raises(CaptureError, match="a random generator"):
-            Step(lambda x: x * draw(), build=interpret, strict=True)(torch.ones(2))
-        assert state() == before
-        with pytest.warns(FallbackWarning, match="a random generator"):
-            ours = Step(lambda x: x * draw(), build=interpret)
-            assert len({ours(torch.ones(1)).item() for _ in range(4)}) == 4
-    finally:
-        done.set()
-        other.join()
-
-
 def test_a_generator_that_is_met_and_not_drawn_from():
     mine = random.Random(0)
     assert Step(lambda x: x * mine.VERSION, build=interpret, strict=True)(torch.ones(1)).item() == 3

@@ -1,7 +1,9 @@
 """Random numbers of Python and NumPy in steps: the host draws them before each replay, as eager Python would have."""
 
 import contextlib
+import copy
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -9,8 +11,19 @@ import torch
 
 import millstream as ms
 from millstream.capture.step.step import Step
-from millstream.errors import FallbackWarning
+from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import assert_same, interpret
+from tests.clocks import HANG_S
+
+
+@pytest.fixture
+def waiting_thread():
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    yield
+    ends.set()
+    thread.join(HANG_S)
 
 
 def states():
@@ -133,6 +146,60 @@ def test_ahead_of_the_first_call_and_for_comparison_nothing_is_drawn():
     for _ in range(2):
         step.precompile(torch.ones(3, 3))
     assert states() == before
+
+
+class Sampler:
+    def __init__(self):
+        self.rng = np.random.default_rng(5)
+
+    def share(self, low):
+        return self.rng.uniform(low, 1) * self.rng.integers(1, 9)
+
+
+def own_generators():
+    mine, legacy, of_all = random.Random(0), np.random.RandomState(0), {"rngs": [np.random.default_rng(0)]}
+    of_python, of_numpy, of_mine = random.random, np.random.rand, mine.gauss  # as ``from random import random`` has it
+    sampler = Sampler()
+
+    def step(x):
+        x = x * mine.random() + mine.gauss(0, 1) * of_mine(0, 1)
+        x = x + of_python() * legacy.rand() - of_numpy() * of_all["rngs"][0].random()
+        assert isinstance(sampler.rng, np.random.Generator)
+        return x * sampler.share(0.5), mine.choice([1, 2]), mine.VERSION
+
+    def states():
+        generators = of_all["rngs"][0].bit_generator.state, sampler.rng.bit_generator.state
+        return mine.getstate(), str(legacy.get_state()), generators, random.getstate(), str(np.random.get_state())
+
+    return step, states
+
+
+def test_generators_that_the_step_reaches_beside_another_thread(waiting_thread):
+    random.seed(0)
+    np.random.seed(0)
+    plain, states = own_generators()
+    theirs = [(plain(x), states()) for x in batches(4, (4, 4, 6))]
+    random.seed(0)
+    np.random.seed(0)
+    function, states = own_generators()
+    step = Step(function, build=interpret, strict=True)
+    ours = [(step(x), states()) for x in batches(4, (4, 4, 6))]
+    assert_same(ours, theirs)
+
+
+def test_generators_of_which_more_than_numbers_is_asked_are_left_as_they_were():
+    mine = np.random.default_rng(0)
+    before = str(mine.bit_generator.state)
+    for refused in (
+        lambda x: x * mine.random() + mine.random(4).sum(),
+        lambda x: x * mine.random() + copy.deepcopy(mine).random(),
+        lambda x: x * mine.random() + len(mine.bit_generator.state),
+        lambda x, rng=mine: x * rng.random(),
+    ):
+        with pytest.raises(CaptureError, match=r"mine|a random generator"):
+            Step(refused, build=interpret, strict=True)(torch.ones(2))
+        assert str(mine.bit_generator.state) == before
+        assert type(mine) is np.random.Generator
 
 
 def test_ways_of_a_branch_that_draw_differently_are_refused():

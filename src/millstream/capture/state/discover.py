@@ -388,7 +388,7 @@ class Search:
                 for key, each in held.items() if isinstance(held, dict) else ():
                     if not isinstance(each, (Tensor, *SCALARS, list, dict, tuple)):  # guards know these by themselves
                         self.visit(f"{where}[{key!r}]", each)
-        elif isinstance(value, GENERATORS):
+        elif issubclass(type(value), GENERATORS):  # and what stands for one while a step is traced is none
             self.found.generators.append((name, value))
         elif isinstance(value, GradScaler):
             if value.is_enabled():

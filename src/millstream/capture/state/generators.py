@@ -12,6 +12,10 @@ GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 """Their kinds."""
 
 
+class StandsForGenerator:
+    """Base of what stands in the place of a generator, ``__wrapped__``, while a step is traced."""
+
+
 def state_of(generator: Any) -> Any:
     """The state of a generator, by which it can be compared and put back."""
     if isinstance(generator, random.Random):

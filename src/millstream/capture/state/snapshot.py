@@ -23,6 +23,7 @@ from millstream.capture.effects.values import holds_token
 from millstream.capture.state.contents import content_of, has_content, is_bytes, is_comparable, is_container, put_back
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import Ran, others_may_write
+from millstream.capture.state.generators import StandsForGenerator
 from millstream.capture.state.location import MISSING, Attributes, Location
 from millstream.capture.state.signature import is_same
 
@@ -270,5 +271,6 @@ def is_type_of_tracing(key: Any) -> bool:
 
 def _is_changed(after: Any, before: Any) -> bool:
     # While tracing, FX puts wrappers in the place of functions marked by torch.fx.wrap; so do our own patches.
-    is_wrapper = type(after) is FunctionType and vars(after).get("__wrapped__", after) is before
+    may_be = type(after) is FunctionType or issubclass(type(after), StandsForGenerator)
+    is_wrapper = may_be and vars(after).get("__wrapped__", after) is before
     return not is_wrapper and not is_same(after, before)

@@ -9,7 +9,11 @@ While a step is traced, a copy of each generator gives the numbers, and the gene
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from operator import attrgetter, not_
 from typing import Any
 
@@ -18,18 +22,27 @@ import torch
 
 from millstream.capture.effects.expressions import Apply, Draw, Expression, computes_the_same
 from millstream.capture.lines import raise_refusal
-from millstream.capture.state.generators import copy_of
+from millstream.capture.state.executed import unwatched
+from millstream.capture.state.generators import GENERATORS, StandsForGenerator, copy_of
+from millstream.capture.state.location import Location
 from millstream.capture.trace.arithmetic import evaluate, expression_of, scalars_in
 from millstream.capture.trace.scalars import GraphScalar, Questions, is_known_later, is_number, is_scalar, is_tensor
 from millstream.errors import CaptureError
+from millstream.locks import TRACING
 
 REMEDY = "Do that outside of the step, or draw with PyTorch's functions."
 
 _CHANGING = frozenset({"seed", "shuffle", "setstate", "set_state", "spawn"})
 """Methods of generators that do something else than to draw."""
 
+_MODULES = (vars(random), vars(np.random))
+"""Where methods of generators stand that are recorded by themselves."""
+
 READING = frozenset({"getstate", "get_state"})
 """Methods that give the state of a generator."""
+
+_STATES = frozenset({"bit_generator", "_bit_generator", "gauss_next"})
+"""Attributes that lead to it."""
 
 
 class Draws:
@@ -51,6 +64,7 @@ class Draws:
     ) -> None:
         self._questions, self._device, self._given, self._refuse = questions, device, given, refuse
         self._copies: dict[int, Any] = {}
+        self._replaced: list[tuple[Location, Any, Any]] = []
         self._forbidden: CaptureError | None = None
 
     def forbid(self, reason: CaptureError) -> None:
@@ -75,12 +89,62 @@ class Draws:
             return self._reading(getattr(generator, name), label)
 
         def draw(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_of_thread:  # somebody has kept this function
+                return getattr(generator, name)(*args, **kwargs)
             operands = [*args, *kwargs.values()]
             if name in _CHANGING or not all(map(_is_known, operands)):
                 self.refuse(f"calls {label}")
             return self._drawn(generator, name, label, operands, tuple(kwargs))
 
         return draw
+
+    @property
+    def is_of_thread(self) -> bool:
+        """Whether it is the traced program that asks."""
+        return threading.get_ident() == self._questions.thread
+
+    @contextmanager
+    def at(self, links: Mapping[Location, Any]) -> Iterator[None]:
+        """For the length of the context, put what records draws where a step finds generators or their methods."""
+        with TRACING.undoing(self._put_back):
+            self.add(links)
+            yield
+
+    def add(self, links: Mapping[Location, Any]) -> None:
+        """Put it at these places, too."""
+        for location, value in [*links.items()]:
+            owner = value if type(value) in GENERATORS else getattr(value, "__self__", None)
+            if (
+                type(owner) not in GENERATORS
+                or any(location.holder is each for each in _MODULES)
+                or location.get() is not value
+            ):
+                continue
+            name = str(location)
+            made: Any
+            if owner is value:
+                made = TracedGenerator(value, self, name)
+            else:
+                made = functools.update_wrapper(self.method(owner, value.__name__, name), value)
+            with suppress(TypeError, AttributeError):  # it cannot be written
+                location.set(made)
+                self._replaced.append((location, value, made))
+
+    def _put_back(self) -> None:
+        for location, value, made in self._replaced:
+            if location.get() is made:
+                location.set(value)
+
+    def read(self, generator: Any, name: str, label: str) -> Any:
+        """What the program gets for an attribute of a generator."""
+        value = getattr(generator, name)
+        if not self.is_of_thread:
+            return value
+        if callable(value):
+            return self.method(generator, name, label)
+        if name in _STATES and self._questions.drawn:
+            self.refuse(f"reads {label}")
+        return value
 
     def refuse(self, what: str) -> None:
         """Say that the step does what cannot be captured."""
@@ -96,7 +160,7 @@ class Draws:
 
     def _drawn(self, generator: Any, name: str, label: str, operands: list[Any], names: tuple[str, ...]) -> Any:
         if id(generator) not in self._copies:
-            self._copies[id(generator)] = copy_of(generator)
+            self._copies[id(generator)] = unwatched(copy_of, generator)
         if self._forbidden is not None:
             self._raise(self._forbidden)
         questions = self._questions
@@ -104,7 +168,7 @@ class Draws:
             _with_names(getattr(generator, name), names), tuple(expression_of(each, questions) for each in operands)
         )
         plain = evaluate(operands, attrgetter("value"))
-        value = _with_names(getattr(self._copies[id(generator)], name), names)(*plain)
+        value = unwatched(_with_names(getattr(self._copies[id(generator)], name), names), *plain)
         if len(questions.drawn) < len(self._given):
             value = self._given[len(questions.drawn)]
         if not is_number(value) and not isinstance(value, bool | np.bool_):
@@ -114,6 +178,35 @@ class Draws:
             return GraphScalar(value, read, questions, self._device)
         questions.ask(read, None if value else not_)
         return value
+
+
+class TracedGenerator(StandsForGenerator):
+    """Stands where a step finds a generator: to everybody but the thread that traces it is that.
+
+    Args:
+        generator: The user's.
+        draws: Records what it draws.
+        name: Of the place, for people.
+    """
+
+    def __init__(self, generator: Any, draws: Draws, name: str) -> None:
+        self._own = generator, draws, name
+        self.__wrapped__ = generator
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What ``isinstance`` finds, beside the type."""
+        return type(self._own[0])
+
+    def __getattr__(self, name: str) -> Any:
+        generator, draws, place = self._own
+        return draws.read(generator, name, f"{place}.{name}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        generator, draws, place = self._own
+        if draws.is_of_thread:
+            draws.refuse(f"copies {place}")
+        return generator.__reduce_ex__(protocol)
 
 
 def are_alike(one: Draw, other: Draw) -> bool:

@@ -389,6 +389,7 @@ class _Tracer:
                 self.mode,
                 calculated_by(unwatched) if self.sizes is not None else contextlib.nullcontext(),
                 self._numbers_replaced(),
+                self.draws.at(request.found.links),
                 math_takes_scalars(),
                 json_takes_scalars(),
                 unchecked_distributions(),
@@ -638,6 +639,7 @@ class _Tracer:
         found = self.search.found
         before = [len(getattr(found, kind)) for kind in _LIFTED]
         self.search.extend(late)
+        self.draws.add(found.links)
         return found, before != [len(getattr(found, kind)) for kind in _LIFTED]
 
     def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
