@@ -437,9 +437,11 @@ def test_where_nothing_is_captured_the_user_is_told_once(function, reason):
     networks.assert_close(*(each if isinstance(each, torch.Tensor) else each[0] for each in (result, wanted)))
 
 
-def test_control_flow_within_a_graph_runs_on_torch_compile():
+@torch.no_grad()
+def test_bodies_that_write_in_place_run_on_torch_compile():
     def choose(x):
-        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+        y = x * 1
+        return torch.cond(x.sum() > 0, lambda x: x.mul_(2) + 1, lambda x: x - 1, (y,)) + y
 
     x = torch.randn(3)
     with pytest.raises(ms.LoweringError, match="Control flow"):

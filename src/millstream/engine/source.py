@@ -33,9 +33,11 @@ import torch
 from millstream._torch.devices.streams import current_stream_handle
 from millstream._torch.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret, tracked_view
 from millstream.device import DeviceContext, Event
+from millstream.engine.control import prepare
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
-from millstream.lower.program import Program, Value
+from millstream.lower.control import Control
+from millstream.lower.program import Call, Program, Value
 from millstream.lower.symbolic import Named
 
 #: ``observe(kernel, launch, written) -> result``: launches a kernel in its own way. Launching it again would write
@@ -108,6 +110,13 @@ def compile_plan(
     """
     bound = {**program.constants, **(bound or {})}
     return Writer(program, plan, bound, context, observe, numbers, repeats=repeats).compile()
+
+
+def callee(call: Call) -> Callable[..., Any]:
+    """What Python is to call."""
+    if isinstance(call.target, Control):
+        return prepare(call.target, compile_plan)
+    return getattr(call.target, "binding", call.target)
 
 
 class Writer:
@@ -241,7 +250,7 @@ class Writer:
 
     def _write_call(self, kernel: int, stream: int) -> None:
         call = self.program.calls[kernel]
-        target = self._global(_readable(call.target), getattr(call.target, "binding", call.target))
+        target = self._global(_readable(call.target), callee(call))
         args = [self._expression(arg) for arg in call.args]
         args += [f"{key}={self._expression(value)}" for key, value in call.kwargs.items()]
         if call.stream_keyword:

@@ -21,6 +21,7 @@ import torch._inductor
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
+from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -33,6 +34,7 @@ from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import traces_unnoticed
 from millstream.errors import ArgumentError, LoweringError, MillstreamError, MisreadError, did_you_mean
 from millstream.lower import workarounds
+from millstream.lower.bodies import take_control_flow
 from millstream.lower.convolutions.horizontal_fusion import find_joint_launches, fuse_horizontally
 from millstream.lower.convolutions.kernels.async_compile import Launch, compiling
 from millstream.lower.convolutions.passes.channels import align_channels, puts_channels_last
@@ -375,6 +377,8 @@ def _lower_anew(
     symbolic = is_symbolic(inputs)
     num_outputs = len(_outputs(graph))
     launches: Iterable[Launch] = ()
+    bodies = partial(_lower_body, kwargs=kwargs, name=name, options=options)
+    controls = take_control_flow(graph, bodies, is_backward=phase is Phase.BACKWARD)
     if phase is Phase.INFERENCE and not symbolic:  # own kernels are chosen by size
         if puts_channels_last(graph):
             keep_strides(graph)
@@ -403,11 +407,26 @@ def _lower_anew(
         raise LoweringError("The graph has no kernels.", construct=name)
     symbolic = symbolic or is_symbolic(tree_leaves([(node.args, node.kwargs) for node in wrappers[-1].graph.nodes]))
     program = translate(wrappers[-1], name=name, static=static, aligned=aligned, symbolic=symbolic)
+    del controls  # which the program holds
     if len(program.outputs) != num_outputs:
         raise LoweringError(
             f"The wrapper returns {len(program.outputs)} values instead of {num_outputs}.", construct=name
         )
     return program, wrappers[-1], symbolic
+
+
+def _lower_body(
+    body: torch.fx.GraphModule, inputs: list[Any], *, kwargs: dict[str, Any], name: str, options: dict[str, Any]
+) -> Program:
+    """The program of a function that an operator of control flow is given."""
+    # A context of its own: that of the whole graph knows which of the graph's inputs a backward pass may write over, by
+    # their positions, and is told the strides of its results.
+    with torch._guards.tracing(torch._guards.TracingContext(detect_fake_mode(inputs))):
+        own = {**kwargs, "static_input_idxs": []}
+        lowered = _lower(body, inputs, own, f"{name}.body", Phase.STEP, frozenset(), options)
+    if isinstance(lowered, LoweredForSizes):
+        raise LoweringError("Control flow inside a graph has no kernel graph where sizes change.", construct=name)
+    return lowered.program
 
 
 def _as_lowered(

@@ -134,7 +134,7 @@ class Program:
 
         So each has memory of its own in each call, as in eager PyTorch.
         """
-        calls = [call for call in self.calls if is_users(call.target)]
+        calls = [call for call in self.calls if is_users(call.target) or getattr(call.target, "keeps", False)]
         leaves = tree_leaves([(call.args, call.kwargs) for call in calls])
         return frozenset(self.base(leaf.name) for leaf in leaves if isinstance(leaf, Value))
 
@@ -155,6 +155,7 @@ class Program:
         """
         call = self.calls[kernel]
         source = getattr(getattr(getattr(call.target, "__self__", None), "fn", None), "src", "")
+        source = source or getattr(call.target, "code", "")
         own = self.graph.kernels[kernel]
         source = source or f"{own.name} {present().digest(own.device.partition(':')[0])}"
         return f"{source}{self._shapes((call.args, call.kwargs))!r}"

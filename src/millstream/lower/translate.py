@@ -29,6 +29,7 @@ from millstream._torch.compiler.symbols import NUMBERS, simplified, without_guar
 from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
+from millstream.lower.control import CONTROL, control_of
 from millstream.lower.convolutions.writers import arguments_of, convolve_relu, find_epilogue, find_join, find_writer
 from millstream.lower.inductor.fx_wrapper import GeneratedKernel, checks_indices
 from millstream.lower.operators import (
@@ -108,6 +109,8 @@ class _Translator:
                 self._add_allocation(node, *node.args[:2])
             elif node.target is torch.as_strided:
                 self._add_view(node)
+            elif node.target is CONTROL:
+                self._add_control(node)
             elif node.target is operator.getitem:
                 self._add_element(node)
             else:
@@ -238,7 +241,7 @@ class _Translator:
         join = find_join(node) if writer is not None else None
         if writer is not None and join is None:
             self._add_allocation(node, *layout_of(node.meta["val"]))
-        reads, writes = self._accesses(node)
+        reads, writes = self._accesses(node, draws=draws_random_numbers(target))
         self._leave_empty(reads)
         self.filled.update(writes)
         parts: tuple[str, ...] = ()
@@ -286,6 +289,32 @@ class _Translator:
             self.calls[-1] = replace(call, results=((None, node.name),))
         elif isinstance(value, (tuple, list)):
             self.tuples[node.name] = len(self.kernels) - 1
+
+    def _add_control(self, node: torch.fx.Node) -> None:
+        control = control_of(node.args)
+        reads, writes = self._accesses(node, draws=control.draws)
+        self._leave_empty(reads)
+        origins = node.meta.get("origins", ())
+        lead = next((origin for origin in origins if source_line(origin)), None)
+        self.raising.add(len(self.kernels))
+        self.tuples[node.name] = len(self.kernels)
+        self.kernels.append(
+            Kernel(
+                id=len(self.kernels),
+                name=str(control.flow),
+                kind=KernelKind.CONTROL,
+                device=self._device_of(node, reads + writes),
+                reads=reads,
+                writes=writes,
+                num_bytes=self._traffic(node, writes) + control.num_bytes,
+                flops=control.flops,
+                ops=control.ops,
+                source="" if lead is None else source_line(lead),
+                hint=hint_of(origins),
+                module="" if lead is None else module_path(lead),
+            )
+        )
+        self.calls.append(Call(control, self._values(node.args[:1]), {}))
 
     def _flops(self, node: torch.fx.Node, origins: Any) -> Any:
         if isinstance(node.target, GeneratedKernel):
@@ -340,7 +369,7 @@ class _Translator:
         self.filled.add(output.name)
         return True
 
-    def _accesses(self, node: torch.fx.Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _accesses(self, node: torch.fx.Node, *, draws: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the bases of the values that a node reads and writes, results not included."""
         reads: dict[str, None] = {}
         writes: dict[str, None] = {}
@@ -359,7 +388,7 @@ class _Translator:
                     reads[self._base(arg)] = None
             for arg in written:
                 writes[self._base(arg)] = None
-            if draws_random_numbers(node.target):
+            if draws:
                 # Random operators keep their program order: each moves the generator's state.
                 generator = f"rng:{self._device_of(node, tuple(writes) + tuple(reads))}"
                 self.bytes.setdefault(generator, 16)

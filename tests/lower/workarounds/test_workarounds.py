@@ -20,6 +20,7 @@ from millstream._torch import workarounds
 from millstream._torch.compiler.lookups import compile_for
 from millstream.lower import compile as compiling
 from millstream.lower.workarounds import WORKAROUNDS, decompose, lowering, options, tracing, without
+from tests.api import test_control
 from tests.capture.trace import test_recurrence
 from tests.lower.inductor import test_equal_randoms
 from tests.lower.workarounds import test_copies, test_kept_reads, test_ordering, test_patterns, test_pooling, test_tiles
@@ -367,6 +368,7 @@ SHOWN_BY = {
     "pytorch#188084": write_into_what_shares_memory,
     "pytorch#191837": fold_in_tiles,
     "pytorch#195402": read_beside_on_two_threads,
+    "pytorch#195977": lambda: test_control.assert_as_eager(test_control.recurrence),
     "pytorch#196681": reduce_in_tiles,
     "pytorch#196728": tune_with_the_newer_precision,
     "pytorch#197039": read_what_is_updated,

@@ -36,6 +36,7 @@ from millstream._torch.tensors import (
     realign,
 )
 from millstream.engine.cpu.worker_pool import Library, WorkerPool, library
+from millstream.engine.source import callee
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Kernel, Launch, Plan, Record, Wait
 from millstream.lower.program import Call, Program, Value
@@ -138,8 +139,7 @@ class _Values:
     def step(self, kernel: int) -> None:
         """Call what a kernel calls."""
         call = self._program.calls[kernel]
-        target = getattr(call.target, "binding", call.target)
-        result = target(*self.fetch(call.args), **self.fetch(call.kwargs))
+        result = callee(call)(*self.fetch(call.args), **self.fetch(call.kwargs))
         for index, name in call.results:
             tensor = result if index is None else result[index]
             self._library.set(self.plan, self.registers[name], ctypes.c_void_p(tensor._cdata))

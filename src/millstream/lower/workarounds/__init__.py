@@ -39,6 +39,7 @@ from millstream.lower.workarounds.joint_graph import (
     pytorch_183988,
     pytorch_184232,
     pytorch_187580,
+    pytorch_195977,
     pytorch_197039,
     pytorch_198031,
 )
@@ -95,6 +96,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_191837.WORKAROUND,
     pytorch_193061.WORKAROUND,
     pytorch_195402.WORKAROUND,
+    pytorch_195977.WORKAROUND,
     pytorch_196681.WORKAROUND,
     pytorch_196728.WORKAROUND,
     pytorch_197039.WORKAROUND,

@@ -1,0 +1,120 @@
+"""Control flow on the host: which bodies of a ``Control`` run, and what goes from one to the next.
+
+A body is one text, like a plan of its own on one stream, and its temporaries lie in memory that stays from turn to
+turn. So a turn costs what its kernels do, and a few µs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from millstream.check import check_plan
+from millstream.engine.arena import bind_arena
+from millstream.engine.checked import wanted_check
+from millstream.locks import ForkSafeLock
+from millstream.lower.control import Body, Control, Flow
+from millstream.lower.program import Layout
+from millstream.schedule import assign_offsets, plan_serial
+
+#: ``compile_plan``, which itself comes here for control flow within a body.
+Compile = Callable[..., Callable[[list[Any]], list[Any]]]
+
+_prepared: WeakKeyDictionary[Control, Callable[[Sequence[Tensor]], list[Tensor]]] = WeakKeyDictionary()
+
+
+def prepare(control: Control, compile_plan: Compile) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Make the function that runs it; engines of one program share it.
+
+    Args:
+        control: What to run.
+        compile_plan: Makes functions of its bodies.
+    """
+    if control not in _prepared:
+        _prepared[control] = _runner(control, [_Body(body, compile_plan) for body in control.bodies])
+    return _prepared[control]
+
+
+class _Body(ForkSafeLock):
+    """A body that can be called, by one thread at a time."""
+
+    def __init__(self, body: Body, compile_plan: Compile) -> None:
+        super().__init__()
+        self._body, self._compile = body, compile_plan
+        self._relaid = [(place, body.given[place]) for place in sorted(body.relaid)]
+        self._copied = [(place, body.made[place]) for place in sorted(body.copied)]
+        self._run: Callable[[list[Any]], list[Any]] | None = None
+
+    def __call__(self, given: list[Tensor]) -> list[Tensor]:
+        """Run it.
+
+        Args:
+            given: Its inputs; the list is emptied.
+        """
+        for place, layout in self._relaid:
+            given[place] = _copy(given[place], layout)
+        with self.lock:
+            results = (self._run or self._prepare())(given)
+        for place, layout in self._copied:
+            results[place] = _copy(results[place], layout)
+        return results
+
+    def _prepare(self) -> Callable[[list[Any]], list[Any]]:
+        program = self._body.program
+        plan = plan_serial(program.graph)
+        check_plan(plan)
+        bound = bind_arena(program, assign_offsets(plan))
+        self._run = self._compile(program, plan, bound, observe=wanted_check(program))
+        return self._run
+
+
+def _runner(control: Control, bodies: list[_Body]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """What runs these bodies; it doesn't hold the control flow that it is kept for."""
+    num_carried, num_sliced, results = control.num_carried, control.num_sliced, control.results
+
+    def branch(tensors: Sequence[Tensor]) -> list[Tensor]:
+        decides, *operands = tensors
+        return bodies[0 if decides else 1](operands)
+
+    def loop(tensors: Sequence[Tensor]) -> list[Tensor]:
+        goes_on, turn = bodies
+        carried, others = list(tensors[:num_carried]), tensors[num_carried:]
+        has_turned = False
+        while goes_on([*carried, *others])[0]:
+            carried = turn([*carried, *others])
+            has_turned = True
+        return [
+            each if has_turned and each.stride() == layout.stride else _copy(each, layout)
+            for each, layout in zip(carried, results, strict=True)
+        ]
+
+    def scan(tensors: Sequence[Tensor]) -> list[Tensor]:
+        (turn,) = bodies
+        carried, others = list(tensors[:num_carried]), tensors[num_carried + num_sliced :]
+        stacks = [_empty(layout) for layout in results[num_carried:]]
+        places = zip(*(stack.unbind(0) for stack in stacks), strict=True) if stacks else iter(())
+        slices = zip(*(each.unbind(0) for each in tensors[num_carried : num_carried + num_sliced]), strict=True)
+        for parts in slices:
+            made = turn([*carried, *parts, *others])
+            carried = made[:num_carried]
+            for place, value in zip(next(places, ()), made[num_carried:], strict=True):
+                place.copy_(value)
+        carried = [
+            each if each.stride() == layout.stride else _copy(each, layout)
+            for each, layout in zip(carried, results[:num_carried], strict=True)
+        ]
+        return [*carried, *stacks]
+
+    return {Flow.COND: branch, Flow.WHILE_LOOP: loop, Flow.SCAN: scan, Flow.MAP: scan}[control.flow]
+
+
+def _empty(layout: Layout) -> Tensor:
+    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
+
+
+def _copy(tensor: Tensor, layout: Layout) -> Tensor:
+    return _empty(layout).copy_(tensor)

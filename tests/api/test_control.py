@@ -1,0 +1,253 @@
+"""Control flow in models: branches and loops are kernels of one graph, with eager PyTorch's values and gradients."""
+
+import os
+import random
+
+import pytest
+import torch
+from torch._higher_order_ops.map import map as map_slices
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+
+import millstream as ms
+from millstream.api import executables
+from millstream.check import check_plan, find_races
+from millstream.graph import KernelKind, Wait
+from millstream.testing import drop_step, spread_plan
+
+FUZZ = int(os.environ.get("MILLSTREAM_FUZZ", "2"))
+ENGINES = "serial", "threads"
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):  # which is written in half the time
+        yield
+
+
+def tensors(*sizes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes]
+
+
+def branch(x, w):
+    y = x @ w
+    return torch.cond(y.sum() > 0, lambda a, b: a.sin() @ b, lambda a, b: a.cos() - b, (y, w))
+
+
+def slices(x, w):
+    return map_slices(lambda row, w: (row @ w).sin() * row, x, w)
+
+
+def recurrence(x, w):
+    def turn(carry, row):
+        new = torch.tanh(carry @ w + row)
+        return new, new * row
+
+    last, rows = scan(turn, x[:, 0] * 0, x, dim=1, reverse=True)
+    return rows + last.unsqueeze(1)
+
+
+def counted(x, w):
+    start = torch.zeros((), dtype=torch.int64)
+    return while_loop(lambda turn, a: turn < 5, lambda turn, a: (turn + 1, torch.tanh(a @ w)), (start, x))[1]
+
+
+def values_and_gradients(function, *given, has_gradients=True):
+    """What a function gives, and the gradients of what it is given."""
+    given = [each.clone().requires_grad_(has_gradients) for each in given]
+    result = function(*given)
+    if has_gradients:
+        result.square().sum().backward()
+    return [result.detach(), *(each.grad for each in given if each.grad is not None)]
+
+
+def all_three(x, w):
+    return branch(x, w) + slices(x, w) * recurrence(x, w)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_values_and_gradients_are_those_of_eager(engine):
+    assert_as_eager(all_three, engine)
+
+
+def assert_as_eager(function, engine="serial"):
+    compiled = ms.compile(function, engine=engine, strict=True)
+    for seed in range(3):  # either way
+        given = tensors((4, 4), (4, 4), seed=seed)
+        for result, wanted in zip(
+            values_and_gradients(compiled, *given), values_and_gradients(function, *given), strict=True
+        ):
+            torch.testing.assert_close(result, wanted)
+
+
+@torch.no_grad()
+def test_loops_turn_as_often_as_their_values_say():
+    def loop(x, w, end):
+        start = torch.zeros((), dtype=torch.int64)
+
+        def turn(number, a, b):
+            return number + 1, torch.tanh(a @ w), b + a
+
+        return while_loop(lambda number, a, b: number < end, turn, (start, x, x * 0))
+
+    x, w = tensors((3, 3), (3, 3))
+    for engine in ENGINES:
+        torch._dynamo.reset()
+        compiled = ms.compile(loop, engine=engine, strict=True)
+        for end in (0, 1, 7, 10_000):
+            number, *results = compiled(x, w, torch.tensor(end))
+            assert number == end
+            for ours, theirs in zip(results, in_python(x, w, end), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+            assert all(result.data_ptr() != x.data_ptr() for result in results)
+
+
+def in_python(x, w, end):
+    a, b = x, x * 0
+    for _ in range(end):
+        a, b = torch.tanh(a @ w), b + a
+    return a, b
+
+
+@torch.no_grad()
+def test_scans_are_as_long_as_what_they_are_given():
+    x, w = tensors((3, 10_000, 3), (3, 3))
+    compiled = ms.compile(recurrence, strict=True)
+    torch.testing.assert_close(compiled(x, w), recurrence(x, w), rtol=1e-9, atol=1e-9)
+
+
+def two_branches(x, w, buffer):
+    left = torch.cond(x.sum() > 0, lambda a, b: (a + buffer) @ b, lambda a, b: a - b, (x, w))
+    right = torch.cond(w.sum() > 0, lambda a: torch.sin(a) @ w, lambda a: a * 3, (x,))
+    buffer.mul_(2)
+    return left, right
+
+
+@torch.no_grad()
+def test_what_bodies_read_counts_for_dependencies():
+    given = tensors((64, 64), (64, 64), (64, 64))
+    compiled = ms.compile(two_branches, engine="serial", strict=True)
+    compiled(*given)
+    (executable,) = executables(compiled)
+    graph = executable.plan.graph
+    branches = [kernel for kernel in graph.kernels if kernel.kind is KernelKind.CONTROL]
+    assert [kernel.name for kernel in branches] == ["cond", "cond"]
+    assert all(kernel.flops and kernel.num_bytes and "mm" in kernel.ops for kernel in branches)
+    written = {name for kernel in graph.kernels for name in kernel.writes}
+    (buffer,) = {name for name in graph.inputs if name in written and ":" not in name}
+    assert buffer in branches[0].reads  # by a closure of one of its bodies
+    races = set()
+    for seed in range(3):
+        plan = spread_plan(graph, 3, random.Random(seed))
+        check_plan(plan)
+        waits = [at for at, step in enumerate(plan.steps) if isinstance(step, Wait)]
+        races |= {(race.buffer, race.first.kernel) for at in waits for race in find_races(drop_step(plan, at))}
+    assert (buffer, branches[0].id) in races
+
+
+@torch.no_grad()
+def test_random_numbers_in_bodies_are_those_of_eager():
+    def draw(x):
+        kept = torch.cond(x.sum() > 0, lambda a: torch.dropout(a, 0.5, True), lambda a: a * 2, (x,))
+        start = torch.zeros((), dtype=torch.int64)
+        _, noisy = while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a + torch.rand_like(a)), (start, kept))
+        return noisy * torch.rand_like(x)
+
+    compiled = ms.compile(draw, strict=True, options={"fallback_random": True})
+    for x in (torch.ones(5), -torch.ones(5)):
+        torch.manual_seed(3)
+        wanted, state = draw(x), torch.get_rng_state()
+        torch.manual_seed(3)
+        torch.testing.assert_close(compiled(x), wanted)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+class Program:
+    """A random program: operators, branches and loops nested in each other, of tensors of 3 × 4 numbers."""
+
+    def __init__(self, seed, *, has_gradients):
+        self.rng = random.Random(seed)
+        self.has_gradients = has_gradients
+        self.run = self.make(3)
+
+    def make(self, depth):
+        """A function of two tensors that gives a new one."""
+        parts = [self.operator() for _ in range(self.rng.randint(1, 2))]
+        for _ in range(self.rng.randint(1, 2) if depth == 3 else self.rng.randint(0, 1) if depth else 0):
+            parts.insert(self.rng.randint(0, len(parts)), getattr(self, self.rng.choice(self.flows(depth)))(depth - 1))
+
+        def run(a, b):
+            for part in parts:
+                a, b = part(a, b), a
+            return a + 0.5 * b
+
+        return run
+
+    def flows(self, depth):
+        """What there may be: PyTorch gives no gradients of loops when compiled, and none of scans in other bodies."""
+        if self.has_gradients:
+            return ["branch", "map"] + ["scan"] * (depth == 3)
+        return ["branch", "map", "scan", "loop"]
+
+    def operator(self):
+        scale = self.rng.uniform(0.5, 2)
+        return self.rng.choice(
+            [
+                lambda a, b: torch.tanh(a * scale) + b,
+                lambda a, b: torch.sin(a) * b,
+                lambda a, b: a @ (a.t() @ b) * 0.1,
+                lambda a, b: a.softmax(1) - scale * b.relu(),
+                lambda a, b: (a - a.mean(0)) * scale,
+            ]
+        )
+
+    def branch(self, depth):
+        yes, no, limit = self.make(depth), self.make(depth), self.rng.uniform(-1, 1)
+        return lambda a, b: torch.cond(a.mean() > limit, yes, no, (a, b))
+
+    def loop(self, depth):
+        turn, most, limit = self.make(depth), self.rng.randint(0, 4), self.rng.uniform(1, 8)
+
+        def run(a, b):
+            start = torch.zeros((), dtype=torch.int64)
+            return while_loop(
+                lambda i, a: (i < most) & (a.abs().max() < limit), lambda i, a: (i + 1, turn(a, b)), (start, a)
+            )[1]
+
+        return run
+
+    def scan(self, depth):
+        turn, length = self.make(depth), self.rng.randint(1, 4)
+
+        def run(a, b):
+            def combine(carry, x):
+                new = torch.tanh(turn(carry, x))
+                return new, new * 2
+
+            last, rows = scan(combine, a, torch.stack([b * (i + 1) for i in range(length)]))
+            return last + rows.sum(0)
+
+        return run
+
+    def map(self, depth):
+        turn, length = self.make(depth), self.rng.randint(1, 3)
+        return lambda a, b: map_slices(lambda x, b: turn(x, b), torch.stack([a] * length), b).sum(0)
+
+
+@pytest.mark.parametrize("seed", range(FUZZ))
+def test_random_programs_are_those_of_eager(seed):
+    has_gradients = seed % 2 == 1
+    program = Program(seed, has_gradients=has_gradients)
+    given = tensors((3, 4), (3, 4), seed=seed)
+    wanted = values_and_gradients(program.run, *given, has_gradients=has_gradients)
+    results = []
+    for engine in ENGINES:
+        torch._dynamo.reset()
+        compiled = ms.compile(program.run, engine=engine, strict=True)
+        results += [values_and_gradients(compiled, *given, has_gradients=has_gradients) for _ in range(4)]
+    for result in results:
+        for ours, theirs in zip(result, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        assert all(map(torch.equal, result, results[0]))
