@@ -460,13 +460,19 @@ def _(w):
     return step, follow, nothing
 
 
-@warned("`start = time.time()` ... `meter.append(time.time() - start)`", "reads a clock", "read it around the step")
+@captured("`start = time.time()` ... `times.append(time.time() - start)`, shown, and `end = time.time()`")
 def _(w):
-    def step(x):
-        time.perf_counter()
-        return w.train(x)
+    times, state = [], {"end": time.time()}
 
-    return step, w.train, nothing
+    def step(x):
+        start = time.perf_counter()
+        loss = w.train(x)
+        times.append(time.perf_counter() - start)
+        print(f"{(time.time() - state['end']) * 1e-9:.1f} s")  # noqa: T201
+        state["end"] = time.time()
+        return loss
+
+    return step, lambda: len(times)
 
 
 @captured("`lam = np.random.beta(a, a)`; `x = lam * x + (1 - lam) * x.flip(0)`")

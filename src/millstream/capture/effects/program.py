@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream.capture.effects.expressions import Expression
-from millstream.capture.effects.values import Leaf, Values
+from millstream.capture.effects.values import Leaf, Reading, Values
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import Structure, tree_unflatten
 from millstream.locks import ForkSafeLock, released
@@ -123,6 +123,7 @@ class Effects:
     stacks: list[int] = field(default_factory=list)  # which of the graph's results hold numbers for the host
     # questions that the program asked of the host, and their answers
     conditions: list[tuple[Callable[[], Any], Any]] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)  # of clocks, in order
     waits: list[str] = field(default_factory=list)  # the user's lines whose values the host waits for
     branches: list[str] = field(default_factory=list)  # those of branches of which the graph computes both ways
     counts: list[Count] = field(default_factory=list)  # those writes of the program

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from millstream.capture.effects.checks import find_check
 from millstream.capture.effects.expressions import Expression, text_of
 from millstream.capture.effects.program import Call, Effect, Effects, Output, all_needs
-from millstream.capture.effects.values import Item, Leaf, Returned, TextChanged, Whole, holds_token
+from millstream.capture.effects.values import Item, Leaf, Reading, Returned, TextChanged, Whole, holds_token
 from millstream.capture.lines import here
 from millstream.capture.state import signature
 from millstream.capture.state.signature import Reference, Structure, Value, tree_flatten, walk
 from millstream.capture.trace.scalars import (
+    CLOCK,
     INT64,
     USUAL,
     Bounds,
@@ -64,6 +65,7 @@ class Recorder:
     is_part: bool = False  # whether there are such parts
     # the outcome of a branch with which the program goes on, where both ways are traced; ``None`` where there is none
     choose: Callable[[Tensor], bool | None] = lambda value: None
+    readings: list[Reading] = field(default_factory=list)  # of clocks so far, in order
 
     @property
     def is_active(self) -> bool:
@@ -148,6 +150,13 @@ class Recorder:
         host = torch.device("cpu")
         return HostScalar(Returned(call, part), self.questions, host, frozenset(), is_whole=is_whole, origin=origin)
 
+    def time(self, clock: Callable[[], Any], *, is_whole: bool) -> HostScalar:
+        """What a clock gives, which is read once in each call."""
+        reading = Reading(clock, len(self.readings))
+        self.readings.append(reading)
+        host = torch.device("cpu")
+        return HostScalar(reading, self.questions, host, frozenset(), is_whole=is_whole, origin=CLOCK)
+
     def host_output(self, value: Any) -> Output:
         """How a scalar, or text with tokens, is had after a replay."""
         expression, needs = self._expression(value)
@@ -173,7 +182,7 @@ class Recorder:
             stacks.append(len(results))
             results.append(torch.stack([self.kept[item] for item in group]))
         waits = sorted({self.lines[leaf] for leaf in needs})
-        return Effects(self.program, stacks, self.conditions, waits)
+        return Effects(self.program, stacks, self.conditions, self.readings, waits)
 
     def _expression(self, value: Any) -> tuple[Expression, frozenset[Leaf]]:
         if is_scalar(value):

@@ -28,15 +28,26 @@ class Values:
         numbers: Numbers that the graph read.
         tensors: Its results.
         stacks: Which of the results hold numbers that the host reads, in order.
+        readings: Of clocks, in order.
+        times: What clocks gave that were read before the graph ran, by the index of the reading.
     """
 
-    def __init__(self, numbers: Sequence[Any], tensors: Sequence[Any], stacks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        numbers: Sequence[Any],
+        tensors: Sequence[Any],
+        stacks: Sequence[int],
+        readings: Sequence[Reading] = (),
+        times: dict[int, Any] | None = None,
+    ) -> None:
         self._numbers = numbers
         self._stacks = stacks
         self._items: list[Any] | None = None
         self._kept: set[int] = set()
         self.tensors = tensors
         self.returned: dict[int, Any] = {}
+        self._readings = readings
+        self._times = times or {}
 
     def __getitem__(self, index: int) -> Any:
         return self._numbers[index]
@@ -62,6 +73,29 @@ class Values:
         if self._items is None:
             self._items = [value for stack in self._stacks for value in self.tensors[stack].tolist()]
         return self._items[index]
+
+    def time(self, index: int) -> Any:
+        """What a clock gave; the first one that is read after the graph has all read that are, in order."""
+        if index not in self._times:
+            self._times = read_clocks(self._readings, is_early=False) | self._times
+        return self._times[index]
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """What a clock gives, once a call."""
+
+    clock: Callable[[], Any]
+    index: int
+    is_early: bool = False  # whether it is read before the graph runs
+
+    def __call__(self, values: Any) -> Any:
+        return values.time(self.index)
+
+
+def read_clocks(readings: Sequence[Reading], *, is_early: bool) -> dict[int, Any]:
+    """What clocks give that are read before the graph runs, or after it, by the index of the reading."""
+    return {reading.index: reading.clock() for reading in readings if reading.is_early is is_early}
 
 
 @dataclass(slots=True, eq=False)

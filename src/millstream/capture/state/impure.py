@@ -80,13 +80,7 @@ class ImpureCalls:
         what, is_written = self._told_of(function)
         if not what:
             return
-        asking = beyond_library(frame)
-        harmless = _HARMLESS_WRITERS if is_written else _HARMLESS
-        if (
-            asking is not None
-            and is_users_own(asking.f_code.co_filename)
-            and not any(each.f_globals.get("__name__", "").startswith(harmless) for each in _between(frame, asking))
-        ):
+        if (asking := asking_of(frame, is_written=is_written)) is not None:
             self.on_impure(asking, what, is_written)
 
     def _told_of(self, function: Any) -> tuple[str, bool]:
@@ -130,6 +124,16 @@ class ImpureCalls:
             asking = asking.f_back
         if asking is not None:
             self._on_stop(asking)
+
+
+def asking_of(frame: FrameType, *, is_written: bool) -> FrameType | None:
+    """The frame of the user's for which a frame reads or writes what a graph would not; ``None`` where it may."""
+    asking = beyond_library(frame)
+    if asking is None or not is_users_own(asking.f_code.co_filename):
+        return None
+    harmless = _HARMLESS_WRITERS if is_written else _HARMLESS
+    names = (each.f_globals.get("__name__", "") for each in _between(frame, asking))
+    return None if any(name.startswith(harmless) for name in names) else asking
 
 
 def beyond_library(frame: FrameType | None) -> FrameType | None:

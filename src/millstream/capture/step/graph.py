@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from millstream._torch.tensors import call_plainly, storage_id
 from millstream.capture.effects.program import Effects, Output
-from millstream.capture.effects.values import Values
+from millstream.capture.effects.values import Values, read_clocks
 from millstream.capture.guards.guards import Guards
 from millstream.capture.guards.recheck import Line
 from millstream.capture.state.location import Location
@@ -116,6 +116,7 @@ class StepGraph:
     capture_seconds: float = 0.0  # time to trace and build it and to run it once
     num_runs: int = 0  # how often it ran
     specs: TensorSpecs | None = None  # what tensors among its arguments look like, where compiled code may tell
+    times: dict[int, Any] = field(default_factory=dict)  # what clocks gave before it ran, see ``Values``
     kinds: tuple[type, ...] = ()  # of its arguments, where some of them are numbers that each call brings
     executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)  # what ``build`` made of it
     is_on_host: bool = field(init=False)  # whether kernels run one after another, within the call
@@ -247,6 +248,8 @@ class StepGraph:
     def replay(self, arguments: list[Tensor]) -> list[Tensor]:
         """Run the graph for complete ``arguments``; returns its results."""
         failed: IndexError | None = None
+        if self.effects.readings:
+            self.times = read_clocks(self.effects.readings, is_early=True)
         try:
             results = call_plainly(self.executable, self.inputs(arguments))
         except IndexError as error:
@@ -273,7 +276,7 @@ class StepGraph:
         numbers = self.numbers if self.sizes is None else [*self.numbers, *numbers_of(arguments)]
         if self.questions.drawn:
             numbers = [*numbers[: self.questions.num_before], *self.questions.drawn]
-        values = Values(numbers, results, self.effects.stacks)
+        values = Values(numbers, results, self.effects.stacks, self.effects.readings, self.times)
 
         def value_of(output: Output) -> Any:
             if output.kind == "graph":

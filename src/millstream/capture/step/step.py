@@ -687,7 +687,7 @@ class Step(Generic[P, R]):
             except CaptureError:  # which may be of what the conversions would have done
                 raise error  # noqa: B904  with the cause that it had
         if request.converts:
-            self._state.converts = traced.num_converted > 0
+            self._state.converts = True if traced.num_converted else None  # as another way may have use for it
         return traced
 
     def _drop(self, graph: StepGraph) -> None:

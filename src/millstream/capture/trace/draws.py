@@ -10,10 +10,9 @@ While a step is traced, a copy of each generator gives the numbers, and the gene
 from __future__ import annotations
 
 import functools
-import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import types
+from collections.abc import Callable, Sequence
 from operator import attrgetter, not_
 from typing import Any
 
@@ -24,19 +23,16 @@ from millstream.capture.effects.expressions import Apply, Draw, Expression, comp
 from millstream.capture.lines import raise_refusal
 from millstream.capture.state.executed import unwatched
 from millstream.capture.state.generators import GENERATORS, StandsForGenerator, copy_of
-from millstream.capture.state.location import Location
 from millstream.capture.trace.arithmetic import evaluate, expression_of, scalars_in
 from millstream.capture.trace.scalars import GraphScalar, Questions, is_known_later, is_number, is_scalar, is_tensor
 from millstream.errors import CaptureError
-from millstream.locks import TRACING
 
 REMEDY = "Do that outside of the step, or draw with PyTorch's functions."
 
 _CHANGING = frozenset({"seed", "shuffle", "setstate", "set_state", "spawn"})
 """Methods of generators that do something else than to draw."""
 
-_MODULES = (vars(random), vars(np.random))
-"""Where methods of generators stand that are recorded by themselves."""
+_METHODS = (types.MethodType, types.BuiltinFunctionType)
 
 READING = frozenset({"getstate", "get_state"})
 """Methods that give the state of a generator."""
@@ -64,7 +60,6 @@ class Draws:
     ) -> None:
         self._questions, self._device, self._given, self._refuse = questions, device, given, refuse
         self._copies: dict[int, Any] = {}
-        self._replaced: list[tuple[Location, Any, Any]] = []
         self._forbidden: CaptureError | None = None
 
     def forbid(self, reason: CaptureError) -> None:
@@ -103,37 +98,13 @@ class Draws:
         """Whether it is the traced program that asks."""
         return threading.get_ident() == self._questions.thread
 
-    @contextmanager
-    def at(self, links: Mapping[Location, Any]) -> Iterator[None]:
-        """For the length of the context, put what records draws where a step finds generators or their methods."""
-        with TRACING.undoing(self._put_back):
-            self.add(links)
-            yield
-
-    def add(self, links: Mapping[Location, Any]) -> None:
-        """Put it at these places, too."""
-        for location, value in [*links.items()]:
-            owner = value if type(value) in GENERATORS else getattr(value, "__self__", None)
-            if (
-                type(owner) not in GENERATORS
-                or any(location.holder is each for each in _MODULES)
-                or location.get() is not value
-            ):
-                continue
-            name = str(location)
-            made: Any
-            if owner is value:
-                made = TracedGenerator(value, self, name)
-            else:
-                made = functools.update_wrapper(self.method(owner, value.__name__, name), value)
-            with suppress(TypeError, AttributeError):  # it cannot be written
-                location.set(made)
-                self._replaced.append((location, value, made))
-
-    def _put_back(self) -> None:
-        for location, value, made in self._replaced:
-            if location.get() is made:
-                location.set(value)
+    def stand_in(self, name: str, value: Any) -> Any:
+        """What is to stand where a step finds a generator or a method of one; ``None`` for all else."""
+        if type(value) in GENERATORS:
+            return TracedGenerator(value, self, name)
+        if type(value) not in _METHODS or type(value.__self__) not in GENERATORS:
+            return None
+        return functools.update_wrapper(self.method(value.__self__, value.__name__, name), value)
 
     def read(self, generator: Any, name: str, label: str) -> Any:
         """What the program gets for an attribute of a generator."""

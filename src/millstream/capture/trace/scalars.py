@@ -61,6 +61,9 @@ INT64 = -(2**63), 2**63 - 1
 USUAL = -(2**31), 2**31
 """Between these are counts and sizes as a rule."""
 
+CLOCK = "a clock"
+"""Origin of numbers that are known after the step, and only then."""
+
 MOST_DECIDED = 3
 """Questions about random numbers: each outcome has a graph of its own."""
 
@@ -444,6 +447,12 @@ class GraphScalar(torch.SymFloat):
 
     def refuse(self, what: str) -> NoReturn:
         """Raise that the step does something for which a value must be known that is not; told also if swallowed."""
+        if self.origin is CLOCK:
+            raise_refusal(
+                self.questions.refused.append,
+                "The step reads a clock, which gives something else each time.",
+                "Read it outside of the step, and pass what depends on it as an argument.",
+            )
         remedy = HOST_REMEDY if self.needs else "Do that outside of the step, after it."
         raise_refusal(self.questions.refused.append, f"{what} {self.origin}.", remedy)
 

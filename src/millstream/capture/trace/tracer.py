@@ -120,6 +120,7 @@ from millstream.capture.step.request import (
     TypesCompared,
 )
 from millstream.capture.trace.changes import Changes
+from millstream.capture.trace.clocks import Clocks
 from millstream.capture.trace.draws import Draws, are_alike
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
 from millstream.capture.trace.patches.averages import averages_take_first
@@ -136,6 +137,7 @@ from millstream.capture.trace.patches.optimizers import (
     widen_counts,
 )
 from millstream.capture.trace.patches.randomness import RandomState, draws_recorded
+from millstream.capture.trace.places import StandIns
 from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_number, is_scalar
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.switches import SwitchWatch
@@ -237,6 +239,8 @@ class _Tracer:
     unsettled: Exception | None = None
     conversions: Conversions = field(default_factory=Conversions)
     draws: Draws = field(init=False)
+    clocks: Clocks = field(init=False)
+    stand_ins: StandIns = field(init=False)
     has_text: bool = False  # whether other ways have text with values in it
     others: list[_Tracer] = field(default_factory=list)  # that have traced the other ways of branches
 
@@ -263,6 +267,8 @@ class _Tracer:
             self.mode = self.sizes.mode
             self.questions.num_before += sum(map(len, self.sizes.shapes))
         self.draws = Draws(self.questions, device, request.drawn, self._note_failure)
+        self.clocks = Clocks(self.recorder, self._on_impure)
+        self.stand_ins = StandIns(self.draws.stand_in, self.clocks.stand_in)
 
     def trace(self) -> Traced:
         tracer, gm = self._trace_ways()
@@ -389,7 +395,7 @@ class _Tracer:
                 self.mode,
                 calculated_by(unwatched) if self.sizes is not None else contextlib.nullcontext(),
                 self._numbers_replaced(),
-                self.draws.at(request.found.links),
+                self.stand_ins.at(request.found.links),
                 math_takes_scalars(),
                 json_takes_scalars(),
                 unchecked_distributions(),
@@ -477,7 +483,7 @@ class _Tracer:
             )
             converting = self.conversions.seen(self.kind) if self.request.converts else contextlib.nullcontext()
             # In this order: to the watch, a tracer that the step sets is a debugger.
-            with converting, loads, watch, recorded(self.record):
+            with self.clocks.recorded(), converting, loads, watch, recorded(self.record):
                 result = self.request.function(*args, **kwargs)
             self.questions.return_borrowed()
             self.differences = compare_writes(self.record, self.snapshot.changes)
@@ -639,7 +645,7 @@ class _Tracer:
         found = self.search.found
         before = [len(getattr(found, kind)) for kind in _LIFTED]
         self.search.extend(late)
-        self.draws.add(found.links)
+        self.stand_ins.add(found.links)
         return found, before != [len(getattr(found, kind)) for kind in _LIFTED]
 
     def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:

@@ -130,6 +130,9 @@ def join_effects(mine: Leaving, theirs: Leaving, number: int, way: Way, num_item
         else first
         for first, second in zip(mine.outputs, theirs.outputs, strict=True)
     ]
+    for reading in other.readings:
+        reading.index += len(one.readings)
+    one.readings += other.readings
     one.stacks += (stack + shift for stack in other.stacks)
     one.conditions += other.conditions
     one.waits = sorted({*one.waits, *other.waits})
