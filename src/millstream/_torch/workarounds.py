@@ -83,6 +83,7 @@ PARTS: Mapping[str, str] = {
     "comparison": "processes do not compare what they train by",
     "values": "programs are not checked for reads of what has been overwritten",
     "patches": "functions and classes of libraries may be replaced after a capture unnoticed",
+    "records": "what a step reads is not recorded, and its conditions come from a search by names alone",
     "branches": "steps do not take both ways of a branch on a tensor's value",
 }
 """What else is not needed, and can be switched off: what happens without, by the name in ``MILLSTREAM_WITHOUT``."""

@@ -19,6 +19,7 @@ def scaled(x):
 
 
 def test_unnoticed_change_is_an_error_with_value_and_line(monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_WITHOUT", "records")
     step = Step(scaled, build=interpret, strict=True, check=3)
     x = torch.ones(2)
     for _ in range(4):

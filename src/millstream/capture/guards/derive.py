@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from millstream._torch.switches import ASKS_PRECISION
 from millstream._torch.workarounds import is_off
 from millstream.capture.guards.guards import Guards
+from millstream.capture.guards.recorded import add_recorded
 from millstream.capture.state.borrowed import find_borrowed
 from millstream.capture.state.discover import MAX_ITEMS, defaults_of, is_own_method
 from millstream.capture.state.executed import WHOLE
@@ -87,6 +88,7 @@ def make_guards(
         for key, value in vars(scaler).items():
             if isinstance(value, SCALARS):
                 guards.expect(Location(vars(scaler), key, f"{name}.{key}"), value)
+    add_recorded(guards, request, traced)
     guards.settle()
     return guards
 

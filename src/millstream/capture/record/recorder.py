@@ -84,13 +84,13 @@ class Recorder:
 
     @property
     def reads(self) -> list[Read]:
-        """What was read of objects that were there before, in order."""
-        return [each for each in self._reads.values() if self._was_before(each)]
+        """What was read of objects that were there before, in order; after the recording."""
+        return [*self._reads.values()]
 
     @property
     def writes(self) -> list[Write]:
         """What was written, likewise."""
-        return [each for each in self._writes.values() if self._was_before(each)]
+        return [*self._writes.values()]
 
     @property
     def codes(self) -> Iterable[CodeType]:
@@ -108,20 +108,37 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """What this thread runs within the context is recorded."""
+        """What this thread runs within the context is recorded; nothing is kept if it fails."""
+        is_whole = False
         try:
             with _ids_of_new() as self._new, self._session:
                 yield
+            is_whole = True
         finally:
-            for each in self._roots:
-                self._add_before(each)
-            for read in self._reads.values():
-                if self._was_before(read):
-                    self._add_before(read.value)
+            self._settle() if is_whole else self._forget()
 
     def paused(self) -> AbstractContextManager[None]:
         """Nothing is recorded: below an operator."""
         return self._session.paused()
+
+    def _forget(self) -> None:
+        for held in (self._reads, self._writes, self._origins, self._roots, self._in_classes, self._filled):
+            held.clear()
+
+    def _settle(self) -> None:
+        """Let go of what the step has made, and of what only leads there: nobody else may hold it any more."""
+        for each in self._roots:
+            self._add_before(each)
+        reads: dict[tuple[Any, ...], Read] = {}
+        for place, read in self._reads.items():
+            if self._was_before(read):
+                self._add_before(read.value)
+                reads[place] = read
+        self._reads, self._writes = reads, {at: each for at, each in self._writes.items() if self._was_before(each)}
+        kept = {*map(id, reads.values())}
+        self._origins = {at: read for at, read in self._origins.items() if id(read) in kept}
+        for each in (self._roots, self._in_classes, self._touched, self._filled, self._new, self._before):
+            each.clear()
 
     # --- what is kept -------------------------------------------------------------------------------------------------
 

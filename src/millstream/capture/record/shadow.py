@@ -17,7 +17,7 @@ import sympy
 import torch
 
 from millstream._torch.compiler.symbols import SymNode, calculating_methods
-from millstream._torch.workarounds import replaced
+from millstream._torch.workarounds import is_off, replaced
 from millstream.capture.lines import is_part_of_project
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.record.session import run_unseen
@@ -55,8 +55,8 @@ class Difference:
 
 
 def make_recorder(function: Callable[..., Any], arguments: Iterable[Any]) -> Recorder | None:
-    """What records a trace; ``None`` where none is asked for."""
-    if os.environ.get(VARIABLE, "") != "shadow":
+    """What records a trace; ``None`` with ``MILLSTREAM_WITHOUT=records``."""
+    if is_off("records"):
         return None
     return Recorder(_is_followed, [function, *arguments])
 
@@ -64,6 +64,11 @@ def make_recorder(function: Callable[..., Any], arguments: Iterable[Any]) -> Rec
 def _is_followed(filename: str) -> bool:
     """Whether code counts: none of ours, nor what PyTorch runs on the way to an operator's handler, or to trace."""
     return not is_part_of_project(filename) and not filename.startswith(_MACHINERY)
+
+
+def is_shadow() -> bool:
+    """Whether differences are reported: what was read and cannot be a condition, and writes that one of two missed."""
+    return os.environ.get(VARIABLE, "") == "shadow"
 
 
 def recorded(recorder: Recorder | None) -> Any:

@@ -70,7 +70,7 @@ from millstream.capture.lines import (
     told,
 )
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.record.shadow import Difference, make_recorder, recorded, until_operators
+from millstream.capture.record.shadow import Difference, is_shadow, make_recorder, recorded, until_operators
 from millstream.capture.state.code import attributes_of, compares_types
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import Found, Search, discover
@@ -486,7 +486,7 @@ class _Tracer:
             with self.clocks.recorded(), converting, loads, watch, recorded(self.record):
                 result = self.request.function(*args, **kwargs)
             self.questions.return_borrowed()
-            self.differences = compare_writes(self.record, self.snapshot.changes)
+            self.differences = compare_writes(self.record, self.snapshot.changes) if is_shadow() else []
             if not watch.is_whole:
                 raise watch.failure or _switches_profiler()
             self.changes.note_unread(loads.met)

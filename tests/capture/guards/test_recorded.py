@@ -1,0 +1,123 @@
+"""What no search by names finds is a condition of the graph all the same, as it was recorded when it was read."""
+
+from __future__ import annotations
+
+import collections
+import enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from millstream.capture import Step
+from millstream.capture.record.session import why_not
+from tests.capture.worlds import interpret
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be recorded")
+MANY = 20_000
+
+
+class Lazy:
+    def __init__(self, value):
+        self.inner = {"v": value}
+
+    def __getattr__(self, name):
+        return self.inner[name]
+
+
+def shape_by_a_computed_name():
+    lazy, other, key = Lazy(torch.ones(2, 2)), SimpleNamespace(v=1.5), "".join(["v"])
+    return lambda x: x * lazy.v.shape[0] * getattr(other, key), lambda: lazy.inner.update(v=torch.ones(3, 2))
+
+
+def item_of_a_long_list():
+    items = [1.5] * MANY
+    return lambda x: x * items[15_000], lambda: items.__setitem__(15_000, 2.5)
+
+
+def item_of_a_long_dict():
+    items = dict.fromkeys(range(MANY), 1.5)
+    return lambda x: x * items[15_000], lambda: items.update({15_000: 2.5})
+
+
+def attribute_given_to_a_parameter():
+    layer = nn.Linear(2, 2)
+    return (
+        lambda x: x * (3 if hasattr(layer.weight, "factor") else 1),
+        lambda: setattr(layer.weight, "factor", 1),
+    )
+
+
+def attribute_in_the_place_of_a_slot():
+    class Slots:
+        __slots__ = ("v",)
+
+    slots = Slots()
+    slots.v = 1.5
+    return lambda x: x * slots.v, lambda: setattr(Slots, "v", 2.5)
+
+
+def field_of_a_named_tuple():
+    kind = collections.namedtuple("kind", "a b")
+    pair = kind(1.5, 2)
+    return lambda x: x * pair.a, lambda: setattr(kind, "a", 2.5)
+
+
+def value_of_a_member():
+    class Kind(enum.Enum):
+        A = 1
+
+    return lambda x: x * Kind.A.value, lambda: setattr(Kind.A, "_value_", 3)
+
+
+def method_of_a_module():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    return lambda x: x * len(list(model.children())), lambda: setattr(model, "children", lambda: [1, 2, 3])
+
+
+KINDS = [
+    shape_by_a_computed_name,
+    item_of_a_long_list,
+    item_of_a_long_dict,
+    attribute_given_to_a_parameter,
+    attribute_in_the_place_of_a_slot,
+    field_of_a_named_tuple,
+    value_of_a_member,
+    method_of_a_module,
+]
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+def test_what_was_read_is_noticed_when_it_changes(make):
+    function, change = make()
+    step, x = Step(function, build=interpret, strict=True), torch.ones(2)
+    for _ in range(3):
+        assert torch.equal(step(x), function(x))
+    assert len(step.graphs) == 1
+    before = function(x)
+    change()
+    for _ in range(2):
+        assert torch.equal(step(x), function(x))
+    assert not torch.equal(function(x), before)
+    assert len(step.graphs) == 2
+
+
+def test_without_records_a_search_by_names_must_do(monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_WITHOUT", "records")
+    function, change = item_of_a_long_list()
+    step, x = Step(function, build=interpret, strict=True), torch.ones(2)
+    before = step(x)
+    change()
+    assert torch.equal(step(x), before)
+    assert len(step.graphs) == 1
+
+
+def test_a_reason_says_what_changed_as_the_user_writes_it():
+    items = {"rates": [0.5] * MANY}
+    step = Step(lambda x: x * items["rates"][15_000], build=interpret, strict=True)
+    step(torch.ones(2))
+    items["rates"][15_000] = 1.0
+    broken = step.graphs[0].guards.broken()
+    assert broken is not None
+    assert "items['rates'][15000]" in broken.reason
