@@ -493,3 +493,23 @@ def test_without_a_compiler_it_says_so(monkeypatch):
     recorder = record(lambda: NS.v)
     assert recorder.failure == "there is no compiler"
     assert recorder.reads == []
+
+
+def test_what_the_collector_calls_is_none_of_it():
+    counts, box = {"n": 0}, {"v": 1}
+
+    def count(phase, info):
+        counts["n"] += 1
+
+    def function():
+        gc.collect()
+        return box["v"]
+
+    gc.callbacks.append(count)
+    try:
+        recorded = record(function)
+    finally:
+        gc.callbacks.remove(count)
+    assert counts["n"] >= 2
+    assert not any(each.holder is counts for each in (*recorded.reads, *recorded.writes))
+    assert any(each.holder is box for each in recorded.reads)

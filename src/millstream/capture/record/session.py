@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ class Session:
             self.failure = "other tools have all numbers of sys.monitoring"
             return self
         library["begin"](self._plan, self._handler, Tensor, NULL)
+        gc.callbacks.insert(0, self._collection_starts)
+        gc.callbacks.append(self._collection_stops)
         if self._tool is not None:
             events = _monitoring().events
             _monitoring().set_events(self._tool, events.PY_START | events.PY_RESUME)
@@ -68,6 +71,8 @@ class Session:
         library = _library()
         if self.failure or library is None:
             return
+        gc.callbacks.remove(self._collection_starts)
+        gc.callbacks.remove(self._collection_stops)
         error, is_replaced = library["end"]()
         if self._tool is not None:
             _monitoring().set_events(self._tool, 0)
@@ -89,6 +94,16 @@ class Session:
         try:
             yield
         finally:
+            library["resume"]()
+
+    # What Python's collector calls and finalizes is none of the step's.
+
+    def _collection_starts(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start" and (library := _library()) is not None:
+            library["pause"]()
+
+    def _collection_stops(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "stop" and (library := _library()) is not None:
             library["resume"]()
 
     def _take_tool(self, library: dict[str, Callable[..., Any]]) -> bool:
