@@ -80,6 +80,7 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 PARTS: Mapping[str, str] = {
     "shortcuts": "TorchInductor is not spared any work, nor garbage collections while it compiles",
+    "equal-kernels": "TorchInductor generates kernels that are equal but for names one by one",
     "comparison": "processes do not compare what they train by",
     "values": "programs are not checked for reads of what has been overwritten",
     "patches": "functions and classes of libraries may be replaced after a capture unnoticed",

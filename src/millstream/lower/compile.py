@@ -48,6 +48,7 @@ from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.failures import other_tries
 from millstream.lower.inductor.accesses import check_values, noting
 from millstream.lower.inductor.checks_first import check_classes, checks_first
+from millstream.lower.inductor.equal_kernels import equal_kernels
 from millstream.lower.inductor.fx_wrapper import collect_wrappers
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
@@ -395,6 +396,7 @@ def _lower_anew(
         noting() as notes,
         shortcuts(),
         knows_own_convolutions(),
+        equal_kernels(),
         checks_first(),
     ):
         arguments: Any = {**kwargs, "fx_wrapper": True}

@@ -37,6 +37,7 @@ class _Operations:
 
     def __init__(self, scheduler: Any) -> None:
         nodes = [part for node in scheduler.nodes for part in node.get_nodes()]
+        self._known: WeakKeyDictionary[Any, tuple[bool, bool]] = WeakKeyDictionary()
         self.raising: set[str] = set()
         self.first: set[str] = set()
         self.last: set[str] = set()
@@ -53,10 +54,15 @@ class _Operations:
         """Whether two nodes may become one: else what writes would come with what must be there for a check."""
         if not self.last:
             return True
-        names, others = node.get_operation_names(), other.get_operation_names()
-        return all(
-            one.isdisjoint(self.first) or two.isdisjoint(self.last) for one, two in ((names, others), (others, names))
-        )
+        (is_first, is_last), (other_first, other_last) = self._ends(node), self._ends(other)
+        return not (is_first and other_last) and not (other_first and is_last)
+
+    def _ends(self, node: Any) -> tuple[bool, bool]:
+        """Whether a node has operations that come first, and such that come last: it is asked for each other node."""
+        if node not in self._known:
+            names = node.get_operation_names()
+            self._known[node] = not names.isdisjoint(self.first), not names.isdisjoint(self.last)
+        return self._known[node]
 
     def order(self, nodes: list[Any]) -> list[Any]:
         """The nodes, those last that write to inputs, and what comes after these."""

@@ -1,0 +1,200 @@
+"""Kernels that are equal but for the names of buffers are generated once, and come out as each would by itself."""
+
+import contextlib
+import os
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
+
+import millstream as ms
+from millstream.lower.inductor import equal_kernels
+from millstream.lower.inductor.cpp_kernels import CppKernels
+from tests.lower.inductor.texts import text_of
+
+DEVICES = ("cpu", "cuda")
+SEEDED = torch.ops.prims
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many kernels have been taken again, by the language that they are in."""
+    counts = {"cpu": 0, "cuda": 0}
+
+    def count(name, device):
+        take = getattr(equal_kernels, name)
+
+        def take_and_count(*args):
+            counts[device] += 1
+            return take(*args)
+
+        monkeypatch.setattr(equal_kernels, name, take_and_count)
+
+    count("_take_cpp", "cpu")
+    count("_take_triton", "cuda")
+    return counts
+
+
+def both_texts(function, inputs, device):
+    """What is written for a function, each kernel by itself and equal ones once."""
+    return [text_of(function, inputs, device, each) for each in (contextlib.nullcontext, equal_kernels.equal_kernels)]
+
+
+def block(x, weight, other, factors, seeds, number):
+    """Sums, a normalisation, products in between, a mask that is drawn, and one element of a stack."""
+    hidden = F.layer_norm(x, x.shape[-1:], weight, other) @ x.mT @ x
+    chosen = SEEDED.inductor_random([*x.shape], SEEDED.inductor_lookup_seed(seeds, number), "rand") > 0.1
+    scores = torch.softmax(hidden * factors[number], -1) * chosen
+    return x + F.gelu(scores @ other.diag()) + F.pad(scores, (1, -1)), scores.square().sum(0)
+
+
+def network(x, factors, table, rows, *weights):
+    """Several equal layers, then what is not described (a running sum), and updates in place of what was given."""
+    seeds, sums = SEEDED.inductor_seeds(40, torch.device("cpu")), []
+    for number, (weight, other) in enumerate(zip(weights[::2], weights[1::2], strict=True)):
+        x, total = block(x, weight, other, factors, seeds, 3 * number)
+        sums.append(total + table[rows + number].sum(0))
+    updated = [weight.mul_(0.5).add_(total) for weight, total in zip(weights[::2], sums, strict=True)]
+    return x.cumsum(0), x.mT.contiguous(), *updated
+
+
+def network_inputs(layers=3, size=32):
+    weights = [torch.ones(size) for _ in range(2 * layers)]
+    return [torch.ones(24, size), torch.ones(40), torch.ones(9, size), torch.arange(4), *weights]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_kernels_are_written_to_the_letter(device, taken):
+    alone, once = both_texts(network, network_inputs(), device)
+    assert alone == once
+    assert taken[device] >= 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:, :31].contiguous(),  # another size
+        lambda x: x.double(),
+        lambda x: x.mT.contiguous().mT,  # other strides
+    ],
+    ids=["size", "dtype", "strides"],
+)
+def test_kernels_that_differ_in_more_than_names_are_not_equal(device, change, taken):
+    def function(x, y):
+        return x.sin().sum(1), y.sin().sum(1)
+
+    x = torch.ones(32, 32)
+    alone, once = both_texts(function, [x, change(x)], device)
+    assert alone == once
+    assert not taken[device]
+    both_texts(function, [x, x.clone()], device)
+    assert taken[device]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_needed_elsewhere_or_overwritten_counts(device):
+    def function(x, y, z, w):
+        kept, lost = x.sin(), y.sin()
+        z.copy_(z.cos() + kept.sum())
+        return kept, kept.exp().sum(0), lost.exp().sum(0), z + lost.sum(), w.cos() + 1
+
+    alone, once = both_texts(function, [torch.ones(16, 16) for _ in range(4)], device)
+    assert alone == once
+
+
+def random_function(seed):
+    """A function of tensors that repeats some random operations on random ones of what there is so far."""
+    choose = random.Random(seed)
+    unary = [torch.sin, torch.exp, torch.relu, lambda x: x * 0.5, lambda x: x.sum(0, keepdim=True), lambda x: x.amax(1)]
+    unary += [lambda x: x.mT.contiguous(), lambda x: torch.softmax(x, -1), lambda x: x.cumsum(0), lambda x: x.flip(1)]
+    unary += [lambda x: F.pad(x, (1, 2)), lambda x: x.var(1), lambda x: x[::2], lambda x: x.double() * 3]
+    unary += [lambda x: x > 0.5]
+    binary = [torch.add, torch.mul, torch.maximum, lambda x, y: torch.where(x > 0, x, y), lambda x, y: x + y.sin()]
+    program = [(choose.choice([1, 1, 2]), choose.random(), choose.random(), choose.random()) for _ in range(7)]
+    repeats, is_in_place = choose.choice([2, 3, 4]), choose.random() < 0.3
+
+    def function(*inputs):
+        results = []
+        for number in range(repeats):
+            values = [inputs[number % len(inputs)], inputs[-1]]
+            for arity, first, second, which in program:
+                x = values[int(first * len(values))]
+                y = values[int(second * len(values))]
+                kinds = unary if arity == 1 or x.shape != y.shape else binary
+                value = kinds[int(which * len(kinds))](*([x] if kinds is unary else [x.float(), y.float()]))
+                values.append(value.float() if value.dim() == 2 else value.float().unsqueeze(-1))
+            results += values[-2:]
+            if is_in_place:
+                inputs[number % len(inputs)].add_(values[-1].float().mean())
+        return results
+
+    shape = choose.choice([(8, 8), (16, 5), (33, 64)])
+    return function, [torch.ones(shape) for _ in range(choose.choice([2, 5]))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_programs_are_written_to_the_letter(device):
+    seed = int(os.environ.get("MILLSTREAM_SEED", "0"))
+    for number in range(int(os.environ.get("MILLSTREAM_FUZZ", "8"))):
+        alone, once = both_texts(*random_function(seed + number), device)
+        assert alone == once, f"MILLSTREAM_SEED={seed + number}"
+
+
+class Layer(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm, self.expand, self.dropout = nn.LayerNorm(size), nn.Linear(size, size), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.dropout(F.gelu(self.expand(self.norm(x))))
+
+
+def test_a_step_gives_the_same_bits_and_has_the_same_kernels(monkeypatch, taken):
+    sources, add = [], CppKernels.add
+
+    def note(self, name, definition):
+        sources.append((name, definition))
+        add(self, name, definition)
+
+    monkeypatch.setattr(CppKernels, "add", note)
+    results = []
+    for without in ("equal-kernels", ""):
+        monkeypatch.setenv("MILLSTREAM_WITHOUT", without)
+        torch.manual_seed(0)
+        sources.clear()
+        model = nn.Sequential(*(Layer(24) for _ in range(3)))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+        @ms.step(strict=True)
+        def step(x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        losses = [step(torch.randn(16, 24)) for _ in range(3)]
+        results.append(([*sources], losses, [*model.state_dict().values()]))
+        assert bool(taken["cpu"]) == (not without)
+    (sources_alone, *alone), (sources_once, *once) = results
+    assert sources_alone == sources_once
+    assert all(torch.equal(a, b) for one, two in zip(alone, once, strict=True) for a, b in zip(one, two, strict=True))
+
+
+def test_switched_off_nothing_is_changed(monkeypatch):
+    def functions():
+        whole, part = TritonScheduling.codegen_node_schedule, TritonScheduling.codegen_node_schedule_with_kernel
+        return CppScheduling.codegen_node, whole, part, TritonKernel.codegen_kernel
+
+    before = functions()
+    with equal_kernels.equal_kernels():
+        assert not {*before} & {*functions()}
+    assert functions() == before
+    monkeypatch.setenv("MILLSTREAM_WITHOUT", "equal-kernels")
+    with equal_kernels.equal_kernels():
+        assert functions() == before
