@@ -443,19 +443,26 @@ def _(w):
 # --- arrays, clocks, random numbers -----------------------------------------------------------------------------------
 
 
-@warned(
-    "`out.detach().cpu().numpy()`, returned",
-    "turns a tensor into a NumPy array",
-    "return `out.detach()`, and call `.numpy()` outside; or `ms.fetch`",
-)
+@captured("`preds.append(out.detach().cpu().numpy())`, `preds.extend(...)`, `(pred == y.numpy()).mean()`, returned")
 def _(w):
+    preds = []
+
     def step(x):
         w.train(x)
-        return w.model(x).detach().cpu().numpy().sum()
+        out = w.model(x).detach().cpu().numpy()
+        preds.extend(out.argmax(1))
+        return (out.argmax(axis=1) == w.y.clone().numpy()).mean(), f"{out.mean():.2f}"
+
+    return step, lambda: [int(each) for each in preds]
+
+
+@warned("`x * float(out.detach().numpy().mean())`", "needs what a NumPy array holds", "`x * out.detach().mean()`")
+def _(w):
+    def step(x):
+        return w.train(x * float(w.model(x).detach().numpy().mean()))
 
     def follow(x):
-        w.train(x)
-        return w.model(x).detach().cpu().sum()
+        return w.train(x * w.model(x).detach().mean())
 
     return step, follow, nothing
 

@@ -676,6 +676,19 @@ def _(w):
     return drawn, pytorch
 
 
+@remedy("needs what a NumPy array holds")
+def _(w):
+    def by_numpy(x):
+        out = w.model(x)
+        return w.finish(out.sum() * float(out.detach().numpy().mean()))
+
+    def by_tensors(x):
+        out = w.model(x)
+        return w.finish(out.sum() * out.detach().mean())
+
+    return by_numpy, by_tensors
+
+
 @remedy("decides by random numbers more than")
 def _(w):
     import random
@@ -798,6 +811,7 @@ def _(w):
 ELSEWHERE = (
     "numbers from tensors",  # test_step_refusals.py
     "a profiler",  # test_profilers.py
+    "Another thread uses the generator of",  # test_draws.py
     "Another thread writes to",  # test_shared_objects.py, as the four below
     "and so did another thread",
     "made by a step that another thread has captured",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import millstream as ms
+from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.step import Step
 from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import assert_same, interpret
@@ -134,6 +135,23 @@ def test_a_graph_that_cannot_be_built_draws_as_eager_does():
 
     with pytest.warns(FallbackWarning, match="no compiler"):
         check(lambda: lambda x: x * random.random() * np.random.rand(), batches(3), build=build)
+
+
+def test_another_thread_that_draws_meanwhile_is_told_of_and_the_next_call_is_captured(monkeypatch):
+    fill, draws = StepGraph.fill_slots, iter([True])
+
+    def disturbed(graph):
+        if next(draws, False):
+            random.seed(2)  # which decides otherwise
+        fill(graph)
+
+    monkeypatch.setattr(StepGraph, "fill_slots", disturbed)
+    step = Step(lambda x: x * 2 if random.random() < 0.5 else x * 3, build=interpret)
+    random.seed(3)
+    with pytest.warns(FallbackWarning, match="for now: Another thread uses the generator of random.random"):
+        assert step(torch.ones(1)).item() == 2
+    step(torch.ones(1))
+    assert step.graphs
 
 
 def test_ahead_of_the_first_call_and_for_comparison_nothing_is_drawn():

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from millstream._torch.tensors import storage_id
 from millstream.capture.effects.checks import find_check
 from millstream.capture.effects.expressions import Expression, text_of
 from millstream.capture.effects.program import Call, Effect, Effects, Output, all_needs
-from millstream.capture.effects.values import Item, Leaf, Reading, Returned, TextChanged, Whole, holds_token
+from millstream.capture.effects.values import Item, Later, Leaf, Reading, Returned, TextChanged, Whole, holds_token
 from millstream.capture.lines import here
 from millstream.capture.state import signature
 from millstream.capture.state.signature import Reference, Structure, Value, tree_flatten, walk
@@ -145,6 +146,12 @@ class Recorder:
         leaf = self._keep(tensor)
         return self.questions.text(lambda values: make(leaf(values)), frozenset((leaf,)))
 
+    def array(self, tensor: Tensor) -> Leaf:
+        """What gives a tensor with the values that it has at the end of the step, as an array shares its memory."""
+        leaf = Whole()
+        self.kept[leaf], self.lines[leaf] = tensor.detach(), here()
+        return leaf
+
     def returned(self, call: int, part: int, is_whole: bool, origin: str) -> HostScalar:
         """A number that a call noted here will return, in a list."""
         host = torch.device("cpu")
@@ -174,7 +181,8 @@ class Recorder:
                 items.setdefault((tensor.dtype, tensor.device), []).append(leaf)
             else:
                 leaf.index = len(results)
-                results.append(tensor)
+                is_shared = any(storage_id(tensor) == storage_id(each) for each in results)
+                results.append(tensor.clone() if is_shared else tensor)
         stacks: list[int] = []
         for number, item in enumerate(item for group in items.values() for item in group):
             item.index = number
@@ -185,7 +193,7 @@ class Recorder:
         return Effects(self.program, stacks, self.conditions, self.readings, waits)
 
     def _expression(self, value: Any) -> tuple[Expression, frozenset[Leaf]]:
-        if is_scalar(value):
+        if is_scalar(value) or issubclass(type(value), Later):
             return value.of, value.needs
         if isinstance(value, str):
             try:
@@ -199,7 +207,8 @@ class Recorder:
     def _outline(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.questions.texts.outline(value)
-        return (type(value), text_of(value.of, _Numbered())) if is_scalar(value) else type(value)
+        is_expression = is_scalar(value) or issubclass(type(value), Later)
+        return (type(value), text_of(value.of, _Numbered())) if is_expression else type(value)
 
     def _keep(self, tensor: Tensor) -> Leaf:
         leaf = Whole()

@@ -46,6 +46,7 @@ class Values:
         self._kept: set[int] = set()
         self.tensors = tensors
         self.returned: dict[int, Any] = {}
+        self._shared: dict[Shared, Any] = {}
         self._readings = readings
         self._times = times or {}
 
@@ -73,6 +74,12 @@ class Values:
         if self._items is None:
             self._items = [value for stack in self._stacks for value in self.tensors[stack].tolist()]
         return self._items[index]
+
+    def share(self, shared: Shared) -> Any:
+        """What an expression gives, the same object each time."""
+        if shared not in self._shared:
+            self._shared[shared] = shared.of(self)
+        return self._shared[shared]
 
     def time(self, index: int) -> Any:
         """What a clock gave; the first one that is read after the graph has all read that are, in order."""
@@ -127,6 +134,27 @@ class Returned:
 
     def __call__(self, values: Any) -> Any:
         return values.returned[self.call][self.part]
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """What an expression gives, which is computed once a call: an array is one object, wherever it goes."""
+
+    of: Expression
+
+    def __call__(self, values: Any) -> Any:
+        return values.share(self)
+
+
+class Later:
+    """Base of what stands for something that is known after a replay, and is neither a number nor text."""
+
+    of: Expression
+    needs: frozenset[Leaf]
+
+    def scalar(self) -> Any:
+        """It, if it is a number, as what stands for numbers; itself otherwise."""
+        return self
 
 
 Leaf: TypeAlias = Item | Whole

@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor
-from millstream.capture.effects.values import holds_token
+from millstream.capture.effects.values import Later, holds_token
 from millstream.capture.state.contents import content_of, has_content, is_bytes, is_comparable, is_container, put_back
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import Ran, others_may_write
@@ -242,7 +242,9 @@ def _is_of_trace(value: Any) -> bool:
     """Whether only tracing can have made it: a tensor, a number or a text that has no value yet."""
     if type(value) in (tuple, list, dict):
         return any(map(_is_of_trace, value.values() if type(value) is dict else value))
-    return _stands_for_number(value) or isinstance(value, FakeTensor) or (isinstance(value, str) and holds_token(value))
+    if _stands_for_number(value) or isinstance(value, FakeTensor) or issubclass(type(value), Later):
+        return True
+    return isinstance(value, str) and holds_token(value)
 
 
 def _stands_for_number(value: Any) -> bool:

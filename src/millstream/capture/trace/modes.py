@@ -26,7 +26,7 @@ from millstream._torch.backward import is_active
 from millstream._torch.checkpointing import RandomRecords
 from millstream._torch.compiler.hints import current_stream_hint, note_stream_hint
 from millstream._torch.operators import is_expanded_later
-from millstream._torch.tensors import FakeTensor, asks_device, device_of_fake, is_real, is_unknown
+from millstream._torch.tensors import FakeTensor, asks_device, device_of_fake, is_real, is_unknown, storage_id
 from millstream._torch.tracing import (
     VALUE_NEEDED,
     attributes_here,
@@ -49,6 +49,7 @@ from millstream.capture.lines import (
     user_frames,
 )
 from millstream.capture.state.executed import function_asking, unwatched
+from millstream.capture.trace.arrays import LaterArray, array_of
 from millstream.capture.trace.scalar_functions import run_with_scalars
 from millstream.capture.trace.scalars import GraphScalar
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
@@ -166,6 +167,8 @@ class FunctionWatch(TorchFunctionMode):
         if any(map(twins.holds, leaves)):
             args, kwargs = twins.given(args, kwargs)
         name = getattr(func, "__name__", "")
+        if name == "numpy" and (array := self._array(given, *args, **kwargs)) is not None:
+            return array
         if name in _ALWAYS_REFUSED:
             self._fail(VALUE_READERS[name], READ_REMEDY)
         if name in _ANSWERED and is_unknown(args[0]):
@@ -263,6 +266,24 @@ class FunctionWatch(TorchFunctionMode):
         if len(self._recorder.kept) >= MOST_READ:
             self._fail(f"The step reads more than {MOST_READ} numbers from tensors.", READ_REMEDY)
         return self._recorder.item(tensor)
+
+    def _array(self, given: Any, tensor: Tensor, *, force: bool = False) -> LaterArray | None:
+        """The array of a tensor's values; ``None`` where eager PyTorch gives none, or one of the user's own memory."""
+        if force:
+            tensor = tensor.detach().cpu()
+        is_state = id(given) in self._lifted or storage_id(tensor) in self._memory_of_state
+        if tensor.requires_grad or tensor.device.type != "cpu" or is_state or self._sizes is not None:
+            return None
+        is_argument = any(storage_id(tensor) == storage_id(each) for each in self._twins.fakes)
+        leaf = self._recorder.array(tensor.clone() if is_argument else tensor)
+        return array_of(tensor, leaf, self._recorder.questions)
+
+    @functools.cached_property
+    def _memory_of_state(self) -> set[Any]:
+        twins = self._twins
+        return {
+            storage_id(fake) for fake, real in zip(twins.fakes, twins.tensors, strict=True) if id(real) in self._lifted
+        }
 
     def _set_data(self, func: Callable[..., Any], given: Any, tensor: Tensor, value: Tensor) -> None:
         """``tensor.data = value`` gives ``tensor`` other memory, which no operator does: a tracer does not see it."""

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from millstream.capture.effects.expressions import Always, Apply, Ask, Draw, Expression, Nth, Read, compile_steps, reads
-from millstream.capture.effects.values import Leaf, Texts, holds_token
+from millstream.capture.effects.values import Later, Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.generators import set_state, state_of
@@ -567,13 +567,15 @@ def is_size(value: Any) -> bool:
 
 
 def is_known_later(value: Any) -> bool:
-    """Whether it stands for a number that each call brings, or is text with one in it."""
+    """Whether it stands for a number or an array that each call brings, or is text with one in it."""
+    if issubclass(type(value), Later):
+        return True
     return is_scalar(value) or is_size(value) or (isinstance(value, str) and holds_token(value))
 
 
 def as_scalar(value: Any) -> Any:
-    """A number that is computed from sizes as one that the host knows after a replay; anything else as it is."""
-    return value.scalar() if is_size(value) else value
+    """A number of sizes, or of an array, as one that the host knows after a replay; anything else as it is."""
+    return value.scalar() if is_size(value) or issubclass(type(value), Later) else value
 
 
 _NUMBERS = (int, float, np.floating, np.integer)
