@@ -158,14 +158,18 @@ def array_of(tensor: Tensor, leaf: Leaf, questions: Questions) -> LaterArray | N
     """The array of a tensor without values; ``None`` where NumPy would not take it.
 
     Args:
-        tensor: On the host, and of no gradient.
+        tensor: What it has, or what that is a copy of.
         leaf: Gives a tensor with its values.
         questions: Of the trace.
     """
     if (dtype := _DTYPES.get(tensor.dtype)) is None:
         return None
     like = np.broadcast_to(np.zeros((), dtype), tuple(tensor.shape))
-    return LaterArray(Apply(Tensor.numpy, (leaf,)), frozenset((leaf,)), like, questions)
+    return LaterArray(Apply(_on_host, (leaf,)), frozenset((leaf,)), like, questions)
+
+
+def _on_host(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return tensor.cpu().numpy()
 
 
 def _computed(array: LaterArray, function: Callable[..., Any], *args: Any, **how: Any) -> Any:

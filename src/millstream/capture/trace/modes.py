@@ -156,6 +156,7 @@ class FunctionWatch(TorchFunctionMode):
         self.moved: dict[int, tuple[Tensor, Tensor]] = {}
         self.looked_at: set[int] = set()
         self.asked: set[int] = set()
+        self._on_host: dict[int, tuple[Tensor, Tensor]] = {}  # by id, copies on the host, and of what
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -203,6 +204,8 @@ class FunctionWatch(TorchFunctionMode):
             if any(map(issubclass, map(type, leaves), repeat(GraphScalar))):
                 return self._for_this_thread(run_with_scalars(func, args, kwargs))
             result = self._for_this_thread(func(*args, **kwargs))
+            if self.calling in _TO_HOST:
+                self._note_move(args[0], result)
             if asked is not None and (asked in GIVE_SIZES or type(result) in ARE_SIZES):
                 return self._see_sizes(asked, args[0], result)
             return result
@@ -275,8 +278,18 @@ class FunctionWatch(TorchFunctionMode):
         if tensor.requires_grad or tensor.device.type != "cpu" or is_state or self._sizes is not None:
             return None
         is_argument = any(storage_id(tensor) == storage_id(each) for each in self._twins.fakes)
-        leaf = self._recorder.array(tensor.clone() if is_argument else tensor)
+        _, source = self._on_host.get(id(tensor), (None, None))
+        if source is not None:  # which a graph on its device gives: the host copies it, after the graph
+            tensor = source
+        leaf = self._recorder.array(tensor.detach().clone() if is_argument or source is not None else tensor)
         return array_of(tensor, leaf, self._recorder.questions)
+
+    def _note_move(self, given: Any, result: Any) -> None:
+        """Note of what on a device a tensor on the host is a copy."""
+        if is_unknown(given) and is_unknown(result) and result.device.type == "cpu":
+            source = given if given.device.type != "cpu" else self._on_host.get(id(given), (None, None))[1]
+            if source is not None and source.dtype == result.dtype:
+                self._on_host[id(result)] = result, source
 
     @functools.cached_property
     def _memory_of_state(self) -> set[Any]:
@@ -331,6 +344,9 @@ class FunctionWatch(TorchFunctionMode):
 
 _FUNCTIONS = FunctionType, MethodType, functools.partial, nn.Module
 """What a function of PyTorch's may be given to call, as a distance for a loss."""
+
+_TO_HOST = frozenset({"cpu", "to", "detach"})
+"""Functions that give a tensor on the host that is one on a device."""
 
 _ANSWERED = frozenset({"item", "__repr__", "__format__", "tolist", "__bool__", "__deepcopy__"})
 """What is asked of a tensor that has no values, and can be had after the replay or in another way."""
