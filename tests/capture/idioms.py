@@ -513,7 +513,7 @@ def _(w):
 @warned("`i = random.randint(0, n)`; `x[:, i : i + k]`", "needs the very value", "draw outside, and pass the part")
 def _(w):
     def step(x):
-        i = random.randint(0, 2)
+        i = random.randint(0, 20) // 10
         return w.train(x * x[:, i : i + 1])
 
     def follow(x):

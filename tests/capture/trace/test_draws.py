@@ -86,6 +86,19 @@ def test_a_branch_on_a_number_has_two_graphs_and_nothing_is_drawn_twice():
     assert step.history[1].endswith("a random number leads another way")
 
 
+def test_a_few_values_have_a_graph_each():
+    def make():
+        forms = {"sin": torch.sin, "cos": torch.cos}
+
+        def step(x):
+            x = forms[random.choice(["sin", "cos"])](x)
+            return x.roll(np.random.randint(2), 0) * random.choice([2, 3])
+
+        return step
+
+    assert len(check(make, batches(12), strict=True).graphs) == 4
+
+
 def test_a_guard_that_fails_after_a_draw_puts_the_generators_back():
     def make():
         count = {"i": 0}
@@ -115,9 +128,12 @@ def test_an_error_after_a_replay_leaves_what_was_drawn():
 
 REFUSED = {
     "an array": (lambda x: x * np.random.rand(3).sum(), "calls numpy.random.rand"),
-    "an index": (lambda x: x[random.randint(0, 3) :] * random.random(), "needs the very value of what random.randint"),
+    "an index": (
+        lambda x: x[random.randint(0, 30) // 10 :] * random.random(),
+        "needs the very value of what random.randint",
+    ),
     "a shuffle": (lambda x: x * random.random() * (random.shuffle([1, 2, 3]) or 1), "calls random.shuffle"),
-    "branches": (lambda x: [x if random.random() < 0.5 else -x for _ in range(5)], "decides by random numbers"),
+    "branches": (lambda x: [x if random.random() < 0.5 else -x for _ in range(5)], "more than 8 ways"),
     "a state": (lambda x: x * (random.random() + len(random.getstate())), "calls random.getstate"),
 }
 

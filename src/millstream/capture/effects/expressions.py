@@ -20,6 +20,9 @@ from typing import Any, TypeAlias
 Expression: TypeAlias = Callable[[Any], Any]
 """Gives a value from ``Values``; from a plain list of numbers where it reads nothing else."""
 
+FAILURES = (ArithmeticError, ValueError, TypeError, LookupError)
+"""What Python raises where it computes with numbers."""
+
 MOST_TEXT = 120
 """Characters of an expression that people are shown."""
 
@@ -82,6 +85,7 @@ class Draw:
     generator: Any  # of Python's or NumPy's
     name: str  # of the method, for people
     kind: type  # of the number
+    num_values: int | None = None  # how many it may be; ``None`` for many
 
 
 def compile_steps(steps: Sequence[Ask | Read | Draw], *, is_drawing: bool = False) -> Callable[[Any], list[Any] | None]:
@@ -187,10 +191,16 @@ def computes_the_same(one: Expression, other: Expression) -> bool:
     return True
 
 
-def reads(expression: Expression, is_read: Callable[[int], bool]) -> int | None:
-    """The index of a number that an expression reads, if there is one that ``is_read`` says."""
-    indices = (each.index for each in _in_order(expression, {}) if isinstance(each, Nth))
-    return next(filter(is_read, indices), None)
+def indices_in(expression: Expression) -> set[int]:
+    """Which numbers an expression reads."""
+    waiting, found = [expression], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Apply):
+            waiting += each.operands
+        elif isinstance(each, Nth):
+            found.add(each.index)
+    return found
 
 
 def text_of(expression: Expression, names: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ from millstream._torch.modes import ambient
 from millstream._torch.operators import FORWARD_AD, innermost_transform
 from millstream._torch.switches import present
 from millstream._torch.tensors import has_shared_memory
+from millstream.capture.effects.drawing import undrawn
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.lines import COMES_TO, claim, in_library, library_in
@@ -487,9 +488,9 @@ class Step(Generic[P, R]):
             )
         with self._lock.lock:
             call = self._calls.make(args, kwargs)
-            if (graph := self._cache.find(call.key, call.arguments, call.given)) is not None:
-                graph.questions.undo_draw()
-                return
+            with undrawn(draw.generator for graph in self._cache for draw in graph.questions.draws):
+                if self._cache.find(call.key, call.arguments, call.given) is not None:
+                    return
             found = _search(self._roots(call))
             optimizers = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
             try:

@@ -10,10 +10,11 @@ While a step is traced, a copy of each generator gives the numbers, and the gene
 from __future__ import annotations
 
 import functools
+import random
 import threading
 import types
 from collections.abc import Callable, Sequence
-from operator import attrgetter, not_
+from operator import attrgetter, is_, not_
 from typing import Any
 
 import numpy as np
@@ -142,12 +143,17 @@ class Draws:
         value = unwatched(_with_names(getattr(self._copies[id(generator)], name), names), *plain)
         if len(questions.drawn) < len(self._given):
             value = self._given[len(questions.drawn)]
-        if not is_number(value) and not isinstance(value, bool | np.bool_):
+        num_values = _num_values(name, plain[: len(plain) - len(names)]) if not any(scalars_in(operands)) else None
+        is_one_of = name == "choice" and num_values is not None and isinstance(generator, random.Random)
+        if not is_number(value) and not isinstance(value, bool | np.bool_) and not is_one_of:
             self.refuse(f"calls {label}")
-        read: Expression = questions.take(Draw(of, generator, label, type(value)), value)
+        read: Expression = questions.take(Draw(of, generator, label, type(value), num_values), value)
         if is_number(value):
             return GraphScalar(value, read, questions, self._device)
-        questions.ask(read, None if value else not_)
+        if isinstance(value, bool | np.bool_):
+            questions.ask(read, None if value else not_)
+        else:
+            questions.ask(read, functools.partial(is_, value), num_answers=num_values or 1)
         return value
 
 
@@ -185,6 +191,20 @@ def are_alike(one: Draw, other: Draw) -> bool:
     is_same = one.generator is other.generator and one.name == other.name and one.kind is other.kind
     mine, others = one.of.operands, other.of.operands
     return is_same and len(mine) == len(others) and all(map(computes_the_same, mine, others))
+
+
+def _num_values(name: str, args: Sequence[Any]) -> int | None:
+    """How many values a method may give; ``None`` where that is not known, or more than a few."""
+    match name, [*args]:
+        case "choice", [list() | tuple() as items]:
+            return len(items)
+        case "randint" | "randrange" | "integers" | "choice", [int(most)]:
+            return most
+        case "randint" | "randrange" | "integers", [int(least), int(most)]:
+            return most - least + 1
+        case "getrandbits", [int(most)]:
+            return 2**most
+    return None
 
 
 def _is_known(operand: Any) -> bool:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import operator
 import threading
 from collections import deque
@@ -35,11 +36,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.capture.effects.expressions import Always, Apply, Ask, Draw, Expression, Nth, Read, compile_steps, reads
+from millstream.capture.effects.drawing import Drawing
+from millstream.capture.effects.expressions import (
+    FAILURES,
+    Always,
+    Apply,
+    Ask,
+    Draw,
+    Expression,
+    Nth,
+    Read,
+    compile_steps,
+    indices_in,
+)
 from millstream.capture.effects.values import Later, Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
 from millstream.capture.state.executed import others_may_write
-from millstream.capture.state.generators import set_state, state_of
 from millstream.capture.state.location import MISSING
 from millstream.capture.state.signature import is_other
 from millstream.errors import CaptureError
@@ -64,14 +76,11 @@ USUAL = -(2**31), 2**31
 CLOCK = "a clock"
 """Origin of numbers that are known after the step, and only then."""
 
-MOST_DECIDED = 3
-"""Questions about random numbers: each outcome has a graph of its own."""
+MOST_WAYS = 8
+"""That random numbers may lead: each has a graph of its own."""
 
 Bounds: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
 """Between which numbers a whole one is in any case, and as a rule."""
-
-_FAILURES = (ArithmeticError, ValueError, TypeError, LookupError)
-"""What Python raises where it computes with numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,9 +113,8 @@ class Questions:
     # has what a branch on a number leads to run after the replay: the outcome to go on with, ``None`` where it cannot
     branch: Callable[[HostScalar], bool | None] = lambda number: None
     _compute: Callable[[Numbers], list[Any] | None] | None = None
-    _draw: Callable[[Numbers], list[Any] | None] | None = None
-    _states: list[tuple[Any, Any]] = field(default_factory=list)  # generators, and their states before they were used
-    _num_decided: int = 0  # how often a random number decides
+    _draw: Drawing | None = None
+    _num_ways: int = 1  # that random numbers may lead
 
     def text(self, of: Expression, needs: frozenset[Leaf]) -> str:
         """Text that stands for what ``of`` will give, from what ``needs`` says; not for a debugger to show."""
@@ -133,14 +141,14 @@ class Questions:
                     continue  # whose items are made anew each time
                 expression.value = before
 
-    def ask(self, of: Expression, is_answer: Callable[[Any], bool] | None = None) -> None:
-        """Let the graph depend on what ``of`` gives."""
-        if self.drawn_for(of) is not None:
-            self._num_decided += 1
-            if self._num_decided > MOST_DECIDED:
+    def ask(self, of: Expression, is_answer: Callable[[Any], bool] | None = None, *, num_answers: int = 2) -> None:
+        """Let the graph depend on what ``of`` gives, which may be one of so many."""
+        if self.draws_for(of):
+            self._num_ways *= num_answers
+            if self._num_ways > MOST_WAYS:
                 raise_refusal(
                     self.refused.append,
-                    f"The step decides by random numbers more than {MOST_DECIDED} times.",
+                    f"The step decides by random numbers between more than {MOST_WAYS} ways.",
                     "Draw outside of the step, and pass what is to be done; or use torch.where.",
                 )
         self.add(Ask(of, is_answer))
@@ -168,11 +176,12 @@ class Questions:
         """The random numbers that the host draws."""
         return [step for step in self.steps if isinstance(step, Draw)]
 
-    def drawn_for(self, of: Expression) -> Draw | None:
-        """A random number by which it is decided what ``of`` gives, if there is one."""
-        if not self.drawn or (index := reads(of, lambda index: index >= self.num_before)) is None:
-            return None
-        return self.draws[index - self.num_before]
+    def draws_for(self, of: Expression) -> list[Draw]:
+        """The random numbers by which it is decided what ``of`` gives."""
+        if not self.drawn:
+            return []
+        draws = self.draws
+        return [draws[index - self.num_before] for index in sorted(indices_in(of)) if index >= self.num_before]
 
     def add(self, step: Ask | Read | Draw) -> None:
         """Add what comes next in the program."""
@@ -188,33 +197,18 @@ class Questions:
             self._compute = compile_steps(self.steps)
         try:
             return self._compute(self._with_drawn(numbers))
-        except _FAILURES:
+        except FAILURES:
             return None
 
     def draw(self, numbers: Numbers) -> list[Any] | None:
         """The same, with random numbers that are drawn now; where the graph does not hold, nothing is drawn."""
         if self._draw is None:
-            self._draw = compile_steps(self.steps, is_drawing=True)
-            generators = {id(draw.generator): draw.generator for draw in self.draws}
-            self._states = [(generator, None) for generator in generators.values()]
-        self._states = [(generator, state_of(generator)) for generator, _ in self._states]
-        drawn = [*numbers, *[None] * (self.num_before - len(numbers))]
-        derived = None
-        try:
-            derived = self._draw(drawn)
-        except _FAILURES:
-            pass
-        finally:
-            if derived is None:
-                self.undo_draw()
-        if derived is not None:
-            self.drawn = drawn[self.num_before :]
+            self._draw = Drawing(self.steps, self.num_before)
+        made = self._draw(numbers)
+        if made is None:
+            return None
+        derived, self.drawn = made
         return derived
-
-    def undo_draw(self) -> None:
-        """Put the generators back to where they were before numbers were last drawn."""
-        for generator, state in self._states:
-            set_state(generator, state)
 
     def readable(self, text: str, numbers: Numbers) -> str:
         """Text for people, with numbers in the place of what stands for them."""
@@ -241,7 +235,7 @@ class Questions:
             successors: By position, what the program makes of those that it changes.
         """
         numbers = self._with_drawn(numbers)
-        with contextlib.suppress(*_FAILURES):  # where the program would raise as well
+        with contextlib.suppress(*FAILURES):  # where the program would raise as well
             for _ in range(LOOKAHEAD):
                 numbers = [successors[i](numbers) if i in successors else each for i, each in enumerate(numbers)]
                 if self.allow(numbers):
@@ -358,13 +352,16 @@ class GraphScalar(torch.SymFloat):
         """The present value, on which the graph depends from here on."""
         if self.is_asked_by_others:
             return self.outside()  # type: ignore[no-any-return]
-        if (draw := self.questions.drawn_for(self.of)) is not None:
+        draws = self.questions.draws_for(self.of)
+        num_answers = math.prod(draw.num_values or MOST_WAYS + 1 for draw in draws)
+        if draws and num_answers > MOST_WAYS:
             raise_refusal(
                 self.questions.refused.append,
-                f"The step needs the very value of what {draw.name} gives, as for an index or a size.",
+                f"The step needs the very value of what {draws[0].name} gives, as for an index or a size.",
                 "Draw it outside of the step, and pass it as an argument; or draw with PyTorch's functions.",
             )
-        self.once((), lambda: self.questions.ask(self.of, functools.partial(_is_same, self.value)))
+        is_same = functools.partial(_is_same, self.value)
+        self.once((), lambda: self.questions.ask(self.of, is_same, num_answers=num_answers))
         return int(self.value) if self.is_whole else float(self.value)  # NumPy's are of other types
 
     def __float__(self) -> float:
