@@ -49,6 +49,7 @@ class Session:
     def __init__(self, handler: Handler, is_followed: Callable[[CodeType], bool]) -> None:
         self._handler, self._is_followed = handler, is_followed
         self._tool: int | None = None
+        self._of_collector = self._collection_starts, self._collection_stops
         self.codes: list[CodeType] = []
         self.failure = why_not()
 
@@ -60,8 +61,9 @@ class Session:
             self.failure = "other tools have all numbers of sys.monitoring"
             return self
         library["begin"](self._plan, self._handler, Tensor, NULL)
-        gc.callbacks.insert(0, self._collection_starts)
-        gc.callbacks.append(self._collection_stops)
+        starts, stops = self._of_collector  # made before, as to make one may start a collection
+        gc.callbacks.append(stops)
+        gc.callbacks.insert(0, starts)
         if self._tool is not None:
             events = _monitoring().events
             _monitoring().set_events(self._tool, events.PY_START | events.PY_RESUME)
@@ -71,8 +73,8 @@ class Session:
         library = _library()
         if self.failure or library is None:
             return
-        gc.callbacks.remove(self._collection_starts)
-        gc.callbacks.remove(self._collection_stops)
+        for each in self._of_collector:
+            gc.callbacks.remove(each)
         error, is_replaced = library["end"]()
         if self._tool is not None:
             _monitoring().set_events(self._tool, 0)
