@@ -96,14 +96,37 @@ def test_kernels_that_differ_in_more_than_names_are_not_equal(device, change, ta
     assert taken[device]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_is_needed_elsewhere_or_overwritten_counts(device):
-    def function(x, y, z, w):
-        kept, lost = x.sin(), y.sin()
-        z.copy_(z.cos() + kept.sum())
-        return kept, kept.exp().sum(0), lost.exp().sum(0), z + lost.sum(), w.cos() + 1
+def needed_elsewhere(x, y, weight):
+    results = []
+    for value, is_needed in ((x, False), (y, True), (x + y, False)):
+        largest = (value @ weight).amax(1, keepdim=True)
+        results += [(value - largest).exp().sum(0), *([largest] if is_needed else [])]
+    return results
 
-    alone, once = both_texts(function, [torch.ones(16, 16) for _ in range(4)], device)
+
+def overwritten(x, y, weight):
+    kept, lost = x @ weight, y @ weight
+    last = torch.relu(lost)  # in the memory of the product, as nothing else needs that
+    return torch.relu(kept) @ weight, last @ weight, kept
+
+
+def of_another_dtype(x, y, weight):
+    return torch.relu(x), torch.relu(weight @ weight), torch.relu(y.double() @ weight.double())
+
+
+def written_in_the_same_kernel(x, y, weight):
+    """Of two that are turned, one is an argument, and the other one is written in the kernel that reads it."""
+    early = y.sin()
+    late = (early @ weight).sin()
+    return early, late, late.mT.contiguous(), early.mT.contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "function", [needed_elsewhere, overwritten, of_another_dtype, written_in_the_same_kernel], ids=lambda f: f.__name__
+)
+def test_what_becomes_of_a_buffer_counts(device, function):
+    alone, once = both_texts(function, [torch.ones(32, 32) for _ in range(3)], device)
     assert alone == once
 
 

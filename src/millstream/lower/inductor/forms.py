@@ -260,5 +260,5 @@ def _layout(buffer: Any, names: Names) -> Hashable:
         layout = layout.real_layout()
     if not isinstance(layout, ir.Layout):
         return type(layout).__name__, str(layout)
-    where = layout.size, layout.stride, layout.offset
-    return type(layout).__name__, str(layout.device), layout.dtype, _literal(where), target
+    where = tuple(map(sympy.sympify, (*layout.size, *layout.stride, layout.offset)))
+    return type(layout).__name__, str(layout.device), layout.dtype, where, target
