@@ -14,6 +14,7 @@ from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
 import millstream as ms
 from millstream.lower.inductor import equal_kernels
 from millstream.lower.inductor.cpp_kernels import CppKernels
+from millstream.lower.inductor.shortcuts import shortcuts
 from tests.lower.inductor.texts import text_of
 
 DEVICES = ("cpu", "cuda")
@@ -39,9 +40,15 @@ def taken(monkeypatch):
     return counts
 
 
+@contextlib.contextmanager
+def less_work():
+    with shortcuts(), equal_kernels.equal_kernels():
+        yield
+
+
 def both_texts(function, inputs, device):
-    """What is written for a function, each kernel by itself and equal ones once."""
-    return [text_of(function, inputs, device, each) for each in (contextlib.nullcontext, equal_kernels.equal_kernels)]
+    """What is written for a function, each kernel by itself and with all work, and equal ones once."""
+    return [text_of(function, inputs, device, each) for each in (contextlib.nullcontext, less_work)]
 
 
 def block(x, weight, other, factors, seeds, number):

@@ -25,6 +25,7 @@ from torch._inductor import config
 from torch._inductor.codegen.common import DeferredLine, KernelArgs, is_buffer_removed
 from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
+from torch._inductor.codegen.wrapper import AllocateLine, ReuseLine
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
@@ -78,6 +79,9 @@ class _CppCode:
         lines: In parts, some of which are the kernel's names for buffers; and the number of the buffer that a line is
             for, if it is left out where nothing needs that.
         order: In which the loops were scheduled.
+        allocated: Buffers in the order in which they got their memory, which is another one where loops were written
+            twice.
+        placed: Buffers that have memory now, some of them of others.
         removed: Buffers that are not needed outside.
         replaced: Names that buffers written over do without.
         closes: Whether it ended the parallel region that was open.
@@ -88,6 +92,8 @@ class _CppCode:
     bound: Bound
     lines: tuple[_Line, ...]
     order: tuple[int, ...]
+    allocated: tuple[int, ...]
+    placed: tuple[int, ...]
     removed: tuple[int, ...]
     replaced: tuple[int, ...]
     closes: bool
@@ -145,6 +151,7 @@ class _CppNoting:
         self._args = NotedArguments(group.args)
         self._line, self._num_nodes = len(group.loops_code._lines), len(group.scheduled_nodes)
         self._scope = next(iter(group.ws.stack._exit_callbacks), None)
+        self._call, self._placed = len(graph.wrapper_code.lines), {*graph.wrapper_code.allocated}
         self._removed, self._replaced = {*graph.removed_buffers}, {*graph.inplaced_to_remove}
 
     def end(self, names: Names) -> _CppCode | None:
@@ -157,6 +164,8 @@ class _CppNoting:
                 self._args.end(names),
                 tuple(_read_lines(group.loops_code._lines[self._line :], group.args, names)),
                 tuple(place[id(node)] for node in group.scheduled_nodes[self._num_nodes :]),
+                tuple(number[_allocated(line)] for line in graph.wrapper_code.lines[self._call :]),
+                tuple(number[name] for name in graph.wrapper_code.allocated if name not in self._placed),
                 tuple(number[name] for name in graph.removed_buffers if name not in self._removed),
                 tuple(number[name] for name in graph.inplaced_to_remove if name not in self._replaced),
                 self._scope is not None and next(iter(group.ws.stack._exit_callbacks), None) is not self._scope,
@@ -165,6 +174,17 @@ class _CppNoting:
             )
         except Exception:  # noqa: BLE001  likewise
             return None
+
+
+def _allocated(line: Any) -> str:
+    """The buffer that gets its memory in a line of the program.
+
+    Raises:
+        KeyError: The line does something else.
+    """
+    if type(line) not in (AllocateLine, ReuseLine):
+        raise KeyError(line)
+    return (line.node if type(line) is AllocateLine else line.reused_as).get_name()  # type: ignore[no-any-return]
 
 
 def _read_lines(lines: Sequence[Any], args: KernelArgs, names: Names) -> Iterator[_Line]:
@@ -221,12 +241,14 @@ def _take_cpp(
     text, ws = group.loops_code, group.ws
     bind(group.args, code.bound, names, offsets)
     overwritten = {names[new]: names[old] for old, new in code.bound.in_place if new is not None}
-    with V.set_kernel_handler(SimpleNamespace(args=group.args, inplace_update_buffers=overwritten)):  # type: ignore[arg-type]
-        for at in code.order:
-            nodes[at].mark_run()
     graph: Any = V.graph
-    graph.removed_buffers |= [names[at] for at in code.removed]
-    graph.inplaced_to_remove |= [names[at] for at in code.replaced]
+    kernel: Any = SimpleNamespace(args=group.args, inplace_update_buffers=overwritten)
+    with V.set_kernel_handler(kernel):
+        for at in code.allocated:
+            graph.scheduler.name_to_buf[names[at]].allocate()
+        graph.removed_buffers |= [names[at] for at in code.removed]
+        graph.inplaced_to_remove |= [names[at] for at in code.replaced]
+        graph.wrapper_code.allocated |= [names[at] for at in code.placed]
     num_lines = len(text._lines)
     if code.closes:
         ws.close()
