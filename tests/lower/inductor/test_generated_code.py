@@ -13,6 +13,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch._inductor import fx_utils
+from torch._inductor import lowering as inductor_lowering
 from torch._inductor.codegen import cpp
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.graph import output_code_log
@@ -100,6 +101,16 @@ def test_shortcuts_change_no_letter(function, shape, sources, monkeypatch):
     assert texts[0] == texts[1] != []
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_tensors_are_supported_as_inductor_has_it():
+    tensors = [torch.ones(2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)]
+    tensors += [torch.ones(2, device="meta"), torch.ones(2, 2).to_sparse()]
+    expected = [*map(inductor_lowering.unsupported_input_tensor, tensors)]
+    assert expected == [False, False, False, True, True, True]
+    with shortcuts():
+        assert [*map(inductor_lowering.unsupported_input_tensor, tensors * 2)] == expected * 2
+
+
 def any_user_may_alias(node):
     """Asks as Inductor's function of that name."""
     return fx_utils.get_fake_args_kwargs(node)[0]
@@ -122,9 +133,10 @@ def test_only_users_that_return_one_tensor_are_run_to_see_whether_it_is_the_same
 def test_switched_off_nothing_is_left_out(monkeypatch):
     monkeypatch.setenv("MILLSTREAM_WITHOUT", "pytorch#1, shortcuts")
     threshold, generate, find = gc.get_threshold(), SchedulerNode.codegen, cpp.stride_at_vec_range
-    find_fakes = fx_utils.get_fake_args_kwargs
+    find_fakes, is_unsupported = fx_utils.get_fake_args_kwargs, inductor_lowering.unsupported_input_tensor
     with shortcuts(), no_collections():
         assert fx_utils.get_fake_args_kwargs is find_fakes
+        assert inductor_lowering.unsupported_input_tensor is is_unsupported
         assert gc.get_threshold() == threshold
         assert SchedulerNode.codegen is generate
         assert cpp.stride_at_vec_range is find

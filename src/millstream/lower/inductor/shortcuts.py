@@ -18,7 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._inductor import fx_utils
+from torch._inductor import fx_utils, lowering
 from torch._inductor.codegen import cpp
 from torch._inductor.codegen.cpp import CppVecKernel
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
@@ -42,6 +42,8 @@ def shortcuts() -> Iterator[None]:
     - Where a tensor has been replaced in the graph, torch 2.11 runs everything that uses it with fake tensors, to see
       whether it returns the same memory (2.13 does not come to that). It does not look at several results, or none:
       they count as if they did. Operators over all parameters of an optimizer were run once for each of them.
+    - Whether Inductor supports a tensor is asked for each of a list, for each operator that uses an item of that list,
+      of which an optimizer has one for each parameter. It depends on the tensor's dtype, device and layout.
 
     Not for several threads at once: Inductor itself compiles under one lock.
     """
@@ -70,6 +72,7 @@ def shortcuts() -> Iterator[None]:
         return (False, (), {}) if is_about_alias and not _returns_tensor(node) else find_fakes(node, *args, **kwargs)
 
     with (
+        _asking_once(),
         replaced(fx_utils, "get_fake_args_kwargs", find_if_looked_at),
         replaced(DtypePropagationOpsHandler, "__init__", lambda self: None),
         replaced(SchedulerNode, "codegen", generate_if_used),
@@ -77,6 +80,27 @@ def shortcuts() -> Iterator[None]:
     ):
         yield
 
+
+@contextlib.contextmanager
+def _asking_once() -> Iterator[None]:
+    """Let Inductor ask once whether it supports a kind of tensor."""
+    ask = lowering.unsupported_input_tensor
+    unsupported: dict[Any, bool] = {}
+
+    def is_unsupported(tensor: torch.Tensor, node: fx.Node | None = None) -> bool:
+        if tensor.dtype in _BY_OPERATOR:
+            return ask(tensor, node)
+        kind = tensor.dtype, tensor.device, tensor.layout
+        if kind not in unsupported:
+            unsupported[kind] = ask(tensor, node)
+        return unsupported[kind]
+
+    with replaced(lowering, "unsupported_input_tensor", is_unsupported):
+        yield
+
+
+_BY_OPERATOR = {getattr(torch, "float8_e8m0fnu", None)}
+"""Dtypes that some operators support."""
 
 _postponed: list[int] = []
 """The thresholds to be set again at the end of ``no_collections``."""
