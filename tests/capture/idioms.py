@@ -443,20 +443,21 @@ def _(w):
 # --- arrays, clocks, random numbers -----------------------------------------------------------------------------------
 
 
-@captured("`preds.append(out.detach().cpu().numpy())`, `preds.extend(...)`, `(pred == y.numpy()).mean()`, returned")
+@captured("`preds.extend(out.detach().cpu().numpy())`, `float(loss.detach().numpy())`, `(pred == y.numpy()).mean()`")
 def _(w):
-    preds = []
+    preds, losses = [], []
 
     def step(x):
         w.train(x)
         out = w.model(x).detach().cpu().numpy()
         preds.extend(out.argmax(1))
+        losses.append(float(out.mean()))
         return (out.argmax(axis=1) == w.y.clone().numpy()).mean(), f"{out.mean():.2f}"
 
-    return step, lambda: [int(each) for each in preds]
+    return step, lambda: ([int(each) for each in preds], losses)
 
 
-@warned("`x * float(out.detach().numpy().mean())`", "needs what a NumPy array holds", "`x * out.detach().mean()`")
+@warned("`x * float(out.detach().numpy().mean())`", "computes with a number of a", "`x * out.detach().mean()`")
 def _(w):
     def step(x):
         return w.train(x * float(w.model(x).detach().numpy().mean()))

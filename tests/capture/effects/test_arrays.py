@@ -43,7 +43,7 @@ def assert_equal(ours, theirs):
 
 def test_arrays_of_results_are_eagers(capsys):
     def make():
-        model, preds, rows, called = nn.Linear(3, 2), [], [], []
+        model, preds, rows, called, seen = nn.Linear(3, 2), [], [], [], []
         meter = {"total": 0.0, "best": 0.0, "weight": 1.0}
         opt = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -57,7 +57,7 @@ def test_arrays_of_results_are_eagers(capsys):
             preds.append(scores)
             rows.extend(out.argmax(1).cpu().numpy())
             preds.extend(out.argmax(dim=1).numpy().tolist())
-            ms.callback(called.append, scores[:, 0])
+            ms.callback(seen.append, scores[:, 0])
             print(scores.round(1), f"{scores.mean():.3f}", scores.shape, len(scores))  # noqa: T201
             hits = (scores.argmax(axis=1) == 0).sum()
             centred = np.concatenate([scores - scores.mean(0, keepdims=True), 2 * scores[1:]]).T
@@ -65,6 +65,8 @@ def test_arrays_of_results_are_eagers(capsys):
             meter["best"] = scores.max()
             meter["total"] += (out.argmax(1).numpy() == 1).sum() * meter["weight"]
             meter["weight"] += 0.5
+            called.append([float(loss.detach().cpu().numpy()), int(out.argmax(1).numpy().sum()), float(scores.mean())])
+            print("%.2f %d %s" % (scores.max(), out.argmax(1).numpy()[0], scores[0].round(1)))  # noqa: T201, UP031
             return (
                 loss,
                 loss.detach().numpy(),
@@ -75,7 +77,7 @@ def test_arrays_of_results_are_eagers(capsys):
                 np.sqrt(scores) * meter["weight"],
             )
 
-        return step, (preds, rows, called, meter)
+        return step, (preds, rows, called, seen, meter)
 
     xs = [torch.randn(size, 3) for size in (4, 4, 2, 4)]
     ((theirs, left, shown), (ours, mine, printed)), step = both(make, xs, capsys)
@@ -113,6 +115,7 @@ WEIGHT = torch.ones(3)
         lambda x: (x * 2).numpy()[(x * 2).numpy() > 1],
         lambda x: np.unique((x * 2).numpy()),
         lambda x: x * float((x * 2).numpy().mean()),
+        lambda x: [1, 2, 3, 4, 5, 6, 7][int((x * 2).numpy().sum())],
         lambda x: WEIGHT.add_(x).numpy(),
         lambda x: np.add((x * 2).numpy(), 1, out=np.ones(3)),
     ],

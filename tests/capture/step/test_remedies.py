@@ -680,11 +680,14 @@ def _(w):
 def _(w):
     def by_numpy(x):
         out = w.model(x)
-        return w.finish(out.sum() * float(out.detach().numpy().mean()))
+        shown = out.detach().numpy()
+        print(shown[shown > 0].mean())  # noqa: T201
+        return w.finish(out.sum())
 
     def by_tensors(x):
         out = w.model(x)
-        return w.finish(out.sum() * out.detach().mean())
+        print((out * (out > 0)).sum() / (out > 0).sum())  # noqa: T201
+        return w.finish(out.sum())
 
     return by_numpy, by_tensors
 

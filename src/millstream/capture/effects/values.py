@@ -147,13 +147,13 @@ class Shared:
 
 
 class Later:
-    """Base of what stands for something that is known after a replay, and is neither a number nor text."""
+    """Base of what stands for a number or an array that is known after a replay."""
 
     of: Expression
     needs: frozenset[Leaf]
 
     def scalar(self) -> Any:
-        """It, if it is a number, as what stands for numbers; itself otherwise."""
+        """It as what stands for numbers, if it is one; itself otherwise."""
         return self
 
 

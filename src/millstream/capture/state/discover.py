@@ -42,6 +42,7 @@ from torch.optim import SGD, Optimizer
 
 from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
 from millstream.capture.effects.registry import PACKAGES
+from millstream.capture.effects.values import Later
 from millstream.capture.lines import is_ours, is_users, is_users_own, place_of, told
 from millstream.capture.state.code import (
     NAMESPACES,
@@ -55,7 +56,7 @@ from millstream.capture.state.code import (
 )
 from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of, without_cache
 from millstream.capture.state.executed import Ran
-from millstream.capture.state.generators import GENERATORS
+from millstream.capture.state.generators import GENERATORS, StandsForGenerator
 from millstream.capture.state.location import MISSING, ClassAttributes, ContextValue, Items, Location, SlotAttributes
 from millstream.capture.state.signature import SCALARS
 from millstream.errors import CaptureError
@@ -366,7 +367,7 @@ class Search:
             return
         if isinstance(value, (*SCALARS, types.BuiltinFunctionType)) or id(value) in self._seen:
             return
-        if _package_of(value) in PACKAGES:
+        if _package_of(value) in PACKAGES or issubclass(type(value), (Later, StandsForGenerator)):
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
@@ -388,7 +389,7 @@ class Search:
                 for key, each in held.items() if isinstance(held, dict) else ():
                     if not isinstance(each, (Tensor, *SCALARS, list, dict, tuple)):  # guards know these by themselves
                         self.visit(f"{where}[{key!r}]", each)
-        elif issubclass(type(value), GENERATORS):  # and what stands for one while a step is traced is none
+        elif isinstance(value, GENERATORS):
             self.found.generators.append((name, value))
         elif isinstance(value, GradScaler):
             if value.is_enabled():
@@ -464,6 +465,8 @@ class Search:
                 return
         else:
             value = holder[key] if isinstance(holder, list) else holder.get(key, MISSING)
+        if issubclass(type(value), Later):  # which a trace has put there
+            return
         if not (isinstance(holder, ClassAttributes) and isinstance(value, _NEVER_REPLACED)):
             self.found.links[Location(holder, key, name)] = value
         self.visit(name, value)

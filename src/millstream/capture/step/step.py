@@ -686,6 +686,7 @@ class Step(Generic[P, R]):
             try:
                 return self._trace_converting(request, call)
             except CaptureError:  # which may be of what the conversions would have done
+                self._state.converts = None
                 raise error  # noqa: B904  with the cause that it had
         if request.converts:
             self._state.converts = True if traced.num_converted else None  # as another way may have use for it

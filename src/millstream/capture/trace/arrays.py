@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from millstream.capture.effects.expressions import Always, Apply, Expression
 from millstream.capture.effects.values import Later, Leaf, Shared
 from millstream.capture.lines import raise_refusal
+from millstream.capture.state.executed import unwatched
 from millstream.capture.trace.scalars import HostScalar, Questions, is_scalar
 
 MOST_ITEMS = 4096
@@ -47,7 +48,7 @@ _DTYPES = {
 _PLAIN = (bool, int, float, complex, str, type(None), np.generic, np.dtype, type, slice, type(...))
 
 
-class LaterArray(Later, np.lib.mixins.NDArrayOperatorsMixin):
+class LaterArray(Later):
     """An array, or a number of NumPy's, that is known after the graph.
 
     Args:
@@ -90,6 +91,15 @@ class LaterArray(Later, np.lib.mixins.NDArrayOperatorsMixin):
             self._refuse()
         return _computed(self, operator.getitem, self, key)
 
+    def __neg__(self) -> Any:
+        return _computed(self, operator.neg, self)
+
+    def __abs__(self) -> Any:
+        return _computed(self, abs, self)
+
+    def __invert__(self) -> Any:
+        return _computed(self, operator.invert, self)
+
     def __round__(self, *digits: Any) -> Any:
         return _computed(self, round, self, *digits)
 
@@ -123,13 +133,23 @@ class LaterArray(Later, np.lib.mixins.NDArrayOperatorsMixin):
         return number
 
     def __repr__(self) -> str:
-        return self._questions.text(Apply(repr, (self.of,)), self.needs)
+        return self.text_by(repr)
 
     def __str__(self) -> str:
-        return self._questions.text(Apply(str, (self.of,)), self.needs)
+        return self.text_by(str)
 
     def __format__(self, spec: str) -> str:
-        return self._questions.text(Apply(format, (self.of, Always(spec))), self.needs)
+        return self.text_by(lambda value: format(value, spec))
+
+    def text_by(self, make: Callable[[Any], str]) -> str:
+        """Text that is made of it, which stands for itself until that is known."""
+        return self._questions.text(Apply(make, (self.of,)), self.needs)
+
+    def _convert(self) -> Any:
+        self._questions.num_converted += 1  # a trace that sees ``float()`` might get on
+        self._refuse()
+
+    __float__ = __int__ = _convert
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **how: Any) -> Any:
         """What a function of NumPy's gives for each element."""
@@ -143,15 +163,35 @@ class LaterArray(Later, np.lib.mixins.NDArrayOperatorsMixin):
             self._refuse()
         return _computed(self, function, *args, **how)
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise_refusal(
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        unwatched(
+            raise_refusal,
             self._questions.refused.append,
             "The step needs what a NumPy array holds that is known after the graph.",
             "Return, append or show the array, or let ms.callback take it; compute with tensors what the graph needs.",
         )
 
-    __array__ = __bool__ = __float__ = __int__ = __index__ = __hash__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
+    __array__ = __bool__ = __index__ = __hash__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
     __setitem__ = __iadd__ = __isub__ = __imul__ = __itruediv__ = __copy__ = __deepcopy__ = _refuse  # type: ignore[assignment]
+
+
+def _operating(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[LaterArray, Any], Any]:
+    """Make the method for an operator of two operands."""
+
+    def method(self: LaterArray, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return NotImplemented
+        return _computed(self, function, other, self) if swapped else _computed(self, function, self, other)
+
+    return method
+
+
+for _name in "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split():
+    _function = getattr(operator, _name)
+    setattr(LaterArray, f"__{_name.rstrip('_')}__", _operating(_function, swapped=False))
+    setattr(LaterArray, f"__r{_name.rstrip('_')}__", _operating(_function, swapped=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(LaterArray, f"__{_name}__", _operating(getattr(operator, _name), swapped=False))
 
 
 def array_of(tensor: Tensor, leaf: Leaf, questions: Questions) -> LaterArray | None:
@@ -164,7 +204,7 @@ def array_of(tensor: Tensor, leaf: Leaf, questions: Questions) -> LaterArray | N
     """
     if (dtype := _DTYPES.get(tensor.dtype)) is None:
         return None
-    like = np.broadcast_to(np.zeros((), dtype), tuple(tensor.shape))
+    like = unwatched(np.broadcast_to, np.zeros((), dtype), tuple(tensor.shape))
     return LaterArray(Apply(_on_host, (leaf,)), frozenset((leaf,)), like, questions)
 
 
@@ -176,13 +216,17 @@ def _computed(array: LaterArray, function: Callable[..., Any], *args: Any, **how
     """What a function gives, some of whose arguments are known later."""
     parts = [*args, *how.values()]
     needs = frozenset[Leaf]().union(*(each.needs for each in _later_in(parts)))
-    with np.errstate(all="ignore"):
-        like = _called(function, (*how,), *map(_like, parts))
+    like = unwatched(_of_zeros, function, (*how,), [*map(_like, parts)])
     if "out" in how or not isinstance(like, np.ndarray | np.generic):
         array._refuse()
     operands = (_expression(each, array) for each in parts)
     of = Apply(functools.partial(_called, function, (*how,)), tuple(operands))
     return LaterArray(of, needs, like, array._questions)
+
+
+def _of_zeros(function: Callable[..., Any], names: tuple[str, ...], parts: list[Any]) -> Any:
+    with np.errstate(all="ignore"):
+        return _called(function, names, *parts)
 
 
 def _called(function: Callable[..., Any], names: tuple[str, ...], *parts: Any) -> Any:

@@ -464,7 +464,7 @@ class GraphScalar(torch.SymFloat):
         return known[1]
 
 
-class HostScalar(GraphScalar):
+class HostScalar(GraphScalar, Later):
     """A number that the host knows only after the graph has run.
 
     Args:

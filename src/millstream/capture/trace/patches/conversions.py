@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from millstream.capture.lines import may_be_caught
 from millstream.capture.trace.arithmetic import compute
+from millstream.capture.trace.arrays import LaterArray
 from millstream.capture.trace.scalars import GraphScalar, HostScalar, is_number, is_scalar
 from millstream.device.native import as_builtin, load
 
@@ -54,7 +55,9 @@ class Conversions:
         if library is None:
             yield
             return
-        library["begin"](self._convert, (GraphScalar, HostScalar, tensors, Tensor, nn.Parameter, nn.Buffer), np.ndarray)
+        library["begin"](
+            self._convert, (GraphScalar, HostScalar, LaterArray, tensors, Tensor, nn.Parameter, nn.Buffer), np.ndarray
+        )
         try:
             yield
         finally:
@@ -101,6 +104,11 @@ class Conversions:
             if isinstance(value, Tensor) and kind not in "sra":
                 value = value.item()
             form = f"%{how}{kind}"
+            if issubclass(type(value), LaterArray) and kind not in "sra":
+                value = value.item()
+            if issubclass(type(value), LaterArray):
+                self.num_seen += 1
+                return value.text_by(lambda array: form % (array,))
             if is_scalar(value):
                 if isinstance(value, HostScalar) and kind in "diouxXc" and not value.is_whole and may_be_caught():
                     value.refuse("The step makes text that may fail, where that is caught, of")

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from millstream._torch.tracing import attributes_here
-from millstream.capture.effects.values import Later
 from millstream.capture.trace.arithmetic import compute, of_answers, of_floats
+from millstream.capture.trace.arrays import LaterArray
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, plain_of
 from millstream.capture.trace.sizes import is_traced_size
 
@@ -86,7 +86,7 @@ _OF_NUMPY = frozenset(
 
 
 def _take_ufunc(_: GraphScalar, ufunc: np.ufunc, method: str, *inputs: Any, **how: Any) -> Any:
-    if any(issubclass(type(each), Later) for each in inputs):
+    if any(issubclass(type(each), LaterArray) for each in inputs):
         return NotImplemented  # so that an array is asked that is known later
     if method == "__call__" and not how and getattr(np, ufunc.__name__, None) is ufunc:
         return _computed_by_numpy(ufunc, *inputs)
