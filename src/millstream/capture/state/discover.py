@@ -465,7 +465,7 @@ class Search:
                 return
         else:
             value = holder[key] if isinstance(holder, list) else holder.get(key, MISSING)
-        if issubclass(type(value), Later):  # which a trace has put there
+        if isinstance(holder, list) and issubclass(type(value), Later):  # which a trace has appended
             return
         if not (isinstance(holder, ClassAttributes) and isinstance(value, _NEVER_REPLACED)):
             self.found.links[Location(holder, key, name)] = value
