@@ -2,12 +2,14 @@
 
 import os
 import random
+from functools import partial
 
 import pytest
 import torch
 from torch._higher_order_ops.map import map as map_slices
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch.utils._pytree import tree_leaves
 
 import millstream as ms
 from millstream.api import executables
@@ -234,6 +236,146 @@ class Program:
     def map(self, depth):
         turn, length = self.make(depth), self.rng.randint(1, 3)
         return lambda a, b: map_slices(lambda x, b: turn(x, b), torch.stack([a] * length), b).sum(0)
+
+
+class Recurrent(torch.nn.Module):
+    """A recurrent network that normalises some of its steps, and takes one of two heads for all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.heads = torch.nn.Linear(8, 4), torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        def turn(carry, row):
+            new = torch.tanh(self.cell(torch.cat([carry, row], 1)))
+            return new, new * self.scale
+
+        last, rows = scan(turn, x.new_zeros(x.shape[1:]), x)
+        (result,) = torch.cond(
+            last.mean() > 0, lambda a: (self.heads[0](a),), lambda a: (self.heads[1](a).sin(),), (last,)
+        )
+        return map_slices(lambda row: self.heads[0](row) * result, rows)
+
+
+def train(wrap, batches):
+    torch.manual_seed(1)
+    model = Recurrent().double()
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    call = wrap(step)
+    return [*(call(x) for x in batches), list(model.state_dict().values())]
+
+
+def test_steps_are_trained_as_in_eager():
+    batches = [tensors((5, 2, 4), seed=seed)[0] for seed in range(6)]
+    wanted = train(lambda step: step, batches)
+    runs = [train(partial(ms.step, engine=engine, strict=True), batches) for engine in ENGINES]
+    assert all(map(torch.equal, *map(tree_leaves, runs)))
+    for ours, theirs in zip(*map(tree_leaves, (runs[0], wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_steps_loop_and_draw_as_eager_does():
+    weight = tensors((3, 3))[0]
+
+    @torch.no_grad()
+    def step(x):
+        start = torch.zeros((), dtype=torch.int64)
+        turns, y = while_loop(
+            lambda i, a: (i < 50) & (a.norm() < 10), lambda i, a: (i + 1, a @ weight + torch.rand_like(a)), (start, x)
+        )
+        return turns, y * torch.rand_like(y)
+
+    captured = ms.step(step, strict=True, options={"fallback_random": True})
+    for x in (*tensors((3, 3), (3, 3)), torch.full((3, 3), 9.0, dtype=torch.float64)):
+        runs = []
+        for call in (step, captured):
+            torch.manual_seed(3)
+            runs.append([*call(x), torch.get_rng_state()])
+        for ours, theirs in zip(*runs, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_branches_of_both_kinds_are_captured_together():
+    def step(x):
+        y = torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (x,))
+        for _ in range(6):
+            y = y.exp().cumsum(0).sigmoid()
+        if y.sum() > 2.99:
+            y = y * 2
+        return y
+
+    captured = ms.step(step, strict=True)
+    for x in tensors((3,), (3,), (3,), (3,)):
+        torch.testing.assert_close(captured(x), step(x))
+
+
+W = torch.nn.Parameter(torch.ones(3, 3))
+REFUSED = {
+    "gradients of a loop": (
+        lambda x: while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a @ W), (torch.tensor(0), x))[1],
+        "gradients of a while_loop",
+    ),
+    "a value": (
+        lambda x: torch.cond(x.sum() > 0, lambda a: a * 2 if a[0, 0] > 0 else a * 3, lambda a: a * 4, (x,)),
+        "reads a tensor's value",
+    ),
+    "randomness drawn again": (
+        lambda x: torch.cond(x.sum() > 0, lambda a: torch.dropout(a @ W, 0.5, True), lambda a: a @ W, (x,)),
+        "draws again in the backward pass",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_steps_cannot_capture_is_refused_with_its_reason(function, reason):
+    def step(x):
+        function(x).sum().backward()
+
+    W.grad = torch.zeros(3, 3)
+    captured = ms.step(step, strict=True)
+    with pytest.raises(ms.CaptureError, match=reason) as caught:
+        captured(torch.ones(3, 3))
+    assert caught.value.where.startswith(__file__)
+
+
+def in_a_step(function, has_gradients):
+    """A function as a step, with gradients of what it is given."""
+
+    @torch.set_grad_enabled(has_gradients)
+    def step(*given):
+        given = [each.clone().requires_grad_(has_gradients) for each in given]
+        result = function(*given)
+        grads = torch.autograd.grad(result.square().sum(), given) if has_gradients else ()
+        return [result.detach(), *grads]
+
+    return step
+
+
+@pytest.mark.parametrize("seed", range(FUZZ))
+def test_random_steps_are_those_of_eager(seed):
+    has_gradients = seed % 2 == 1
+    program = Program(seed + 1000, has_gradients=has_gradients)
+    given = tensors((3, 4), (3, 4), seed=seed)
+    step = in_a_step(program.run, has_gradients)
+    wanted = step(*given)
+    results = []
+    for engine in ENGINES:
+        captured = ms.step(step, engine=engine, strict=True)
+        results += [captured(*given) for _ in range(4)][1:]  # the first is eager
+    for result in results:
+        for ours, theirs in zip(result, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        assert all(map(torch.equal, result, results[0]))
 
 
 @pytest.mark.parametrize("seed", range(FUZZ))

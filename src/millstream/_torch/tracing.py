@@ -383,6 +383,67 @@ def is_higher_order(operator: Any) -> bool:
     return isinstance(operator, torch._ops.HigherOrderOperator)
 
 
+def run_apart(function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Run a function on tensors like these, and record nothing of it. Tried on 2.11 and 2.13."""
+    from torch._higher_order_ops.utils import materialize_as_graph
+
+    with torch.no_grad():
+        materialize_as_graph(function, tuple(args))
+
+
+def is_recorded() -> Callable[[Tensor], bool]:
+    """Whether the graph being traced has a tensor; asked later, too. Tried on 2.11 and 2.13."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracer = mode.tracer
+    return lambda tensor: get_proxy_slot(tensor, tracer, None) is not None
+
+
+@contextlib.contextmanager
+def known_shapes(tensors: Sequence[Any]) -> Iterator[None]:
+    """For the length of the context, let a loop be recorded on fake tensors of known shapes. Tried on 2.11 and 2.13.
+
+    PyTorch asks their mode for its symbols, which it has none of; these are as strict about values.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = next((each.fake_mode for each in tensors if isinstance(each, FakeTensor)), None)
+    if mode is None or mode.shape_env is not None:
+        yield
+        return
+    mode.shape_env = ShapeEnv(**_STRICT)
+    try:
+        yield
+    finally:
+        mode.shape_env = None
+
+
+def compiled_with_loops(inputs: Sequence[Any]) -> AbstractContextManager[Any]:
+    """For the length of the context, let a graph with loops on real tensors be compiled. Tried on 2.11 and 2.13.
+
+    As above: where nothing is fake, PyTorch makes a mode without symbols.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    if torch._guards.detect_fake_mode(inputs) is not None or torch._guards.TracingContext.try_get() is not None:
+        return contextlib.nullcontext()
+    mode: Any = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(**_STRICT))
+    known: dict[str, Any] = {"static_shapes": True, "symbolic_context": None}  # no symbols for the inputs' sizes
+    mode.from_tensor = lambda tensor, **kwargs: FakeTensorMode.from_tensor(mode, tensor, **{**kwargs, **known})
+    return torch._guards.tracing(torch._guards.TracingContext(mode))
+
+
+_STRICT: dict[str, Any] = {"allow_scalar_outputs": False, "allow_dynamic_output_shape_ops": False}
+"""What symbols are made with where no value is to become one."""
+
+
+def root_being_traced() -> torch.nn.Module:
+    """What has the functions that operators of the graph being traced are given. Tried on 2.11 and 2.13."""
+    mode: Any = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer.root  # type: ignore[no-any-return]
+
+
 def mean_what(tensor: Tensor, other: Tensor) -> None:
     """From here on record what is done to ``tensor`` as done to ``other``, whose memory it has. Tried on 2.11, 2.13."""
     mode = get_proxy_mode()

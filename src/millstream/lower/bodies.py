@@ -34,6 +34,15 @@ Lower = Callable[[fx.GraphModule, list[Any]], Program]
 _FLOWS = frozenset(Flow)
 
 
+def has_control_flow(gm: fx.GraphModule) -> bool:
+    """Whether there is an operator of control flow in a graph."""
+    return any(_is_flow(node) for node in gm.graph.nodes)
+
+
+def _is_flow(node: fx.Node) -> bool:
+    return is_higher_order(node.target) and node.target.name() in _FLOWS  # type: ignore[union-attr]
+
+
 def take_control_flow(gm: fx.GraphModule, lower: Lower, *, is_backward: bool) -> list[Control]:
     """Put one node in the place of each operator of control flow, in place.
 
@@ -48,8 +57,7 @@ def take_control_flow(gm: fx.GraphModule, lower: Lower, *, is_backward: bool) ->
     Raises:
         LoweringError: An operator cannot become a node.
     """
-    nodes = [node for node in gm.graph.nodes if is_higher_order(node.target) and node.target.name() in _FLOWS]
-    found = [_replace(gm, node, lower, is_backward=is_backward) for node in nodes]
+    found = [_replace(gm, node, lower, is_backward=is_backward) for node in filter(_is_flow, list(gm.graph.nodes))]
     for node in gm.graph.find_nodes(op="get_attr") if found else ():
         if not node.users and isinstance(getattr(gm, str(node.target), None), fx.GraphModule):
             gm.graph.erase_node(node)

@@ -31,10 +31,10 @@ from torch.utils._pytree import tree_leaves
 from millstream import progress
 from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
-from millstream._torch.tracing import traces_unnoticed
+from millstream._torch.tracing import compiled_with_loops, traces_unnoticed
 from millstream.errors import ArgumentError, LoweringError, MillstreamError, MisreadError, did_you_mean
 from millstream.lower import workarounds
-from millstream.lower.bodies import take_control_flow
+from millstream.lower.bodies import has_control_flow, take_control_flow
 from millstream.lower.convolutions.horizontal_fusion import find_joint_launches, fuse_horizontally
 from millstream.lower.convolutions.kernels.async_compile import Launch, compiling
 from millstream.lower.convolutions.passes.channels import align_channels, puts_channels_last
@@ -248,7 +248,8 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         original = copy.deepcopy(gm.graph)
 
         def trace(without: dict[str, Any]) -> Any:
-            with inductor_config.patch(without):
+            loops = compiled_with_loops(inputs) if has_control_flow(gm) else contextlib.nullcontext()
+            with inductor_config.patch(without), loops:
                 return compile_fx(gm, list(inputs), inner, decompositions=table)  # type: ignore[arg-type]
 
         try:

@@ -309,6 +309,11 @@ def _is_same_constant(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         is_alike = (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
         return is_alike and repr(one.tolist()) == repr(other.tolist())  # NaN included
+    if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):  # what control flow is given
+        used = [
+            [getattr(each, str(node.target)) for node in each.graph.find_nodes(op="get_attr")] for each in (one, other)
+        ]
+        return str(one.graph) == str(other.graph) and all(map(_is_same_constant, *used))
     return one is other
 
 

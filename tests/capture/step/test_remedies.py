@@ -835,6 +835,9 @@ ELSEWHERE = (
     "launches a Triton kernel",  # test_step_operators.py
     "is compiled already",  # tests/api
     "higher-order operator",
+    "gradients of a while_loop",  # tests/api/test_control.py, as the two below
+    "that control flow is given",
+    "is given …",
     "a function that no mode sees",  # test_unlifted.py
     "C++ code that may use",  # test_twins.py, as the one below
     "follows autograd's graph",

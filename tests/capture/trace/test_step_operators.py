@@ -96,13 +96,16 @@ def test_flex_attention_is_captured(has_group, monkeypatch):
         torch.testing.assert_close(captured(x), attended(x))
 
 
+TANH = torch.fx.symbolic_trace(nn.Tanh())
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
         (without_fake, "no fake impl registered"),
-        (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "higher-order operator cond"),
+        (lambda x: torch.ops.higher_order.run_const_graph(TANH, (x,)), "higher-order operator run_const_graph"),
     ],
-    ids=["without fake", "cond"],
+    ids=["without fake", "higher order"],
 )
 def test_others_are_named_with_the_line(function, reason):
     with pytest.raises(CaptureError, match=reason) as caught:

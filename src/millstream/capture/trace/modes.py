@@ -34,6 +34,7 @@ from millstream._torch.tracing import (
     is_higher_order,
     mean_what,
     next_sequence_number,
+    root_being_traced,
     running_sequence_number,
 )
 from millstream.capture.effects.checks import find_check
@@ -50,6 +51,7 @@ from millstream.capture.lines import (
 )
 from millstream.capture.state.executed import function_asking, unwatched
 from millstream.capture.trace.arrays import LaterArray, array_of
+from millstream.capture.trace.flows import FLOWS, Flows, why_not_a_body
 from millstream.capture.trace.scalar_functions import run_with_scalars
 from millstream.capture.trace.scalars import GraphScalar
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
@@ -157,6 +159,7 @@ class FunctionWatch(TorchFunctionMode):
         self.looked_at: set[int] = set()
         self.asked: set[int] = set()
         self._on_host: dict[int, tuple[Tensor, Tensor]] = {}  # by id, copies on the host, and of what
+        self.flows = Flows(twins, self.on)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -165,8 +168,7 @@ class FunctionWatch(TorchFunctionMode):
         twins, leaves = self._twins, _leaves((*args, *kwargs.values()))
         self._note_used([*map(twins.real, leaves)])
         given = twins.real(args[0]) if args else None
-        if any(map(twins.holds, leaves)):
-            args, kwargs = twins.given(args, kwargs)
+        args, kwargs = self._given(args, kwargs, leaves)
         name = getattr(func, "__name__", "")
         if name == "numpy" and (array := self._array(given, *args, **kwargs)) is not None:
             return array
@@ -195,10 +197,26 @@ class FunctionWatch(TorchFunctionMode):
             args, kwargs = tuple(map(self._seen, args)), {key: self._seen(each) for key, each in kwargs.items()}
         return self._call(func, args, kwargs, leaves, attribute if is_asked_by_user else None)
 
+    def _given(self, args: Any, kwargs: dict[str, Any], leaves: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+        """Arguments as PyTorch is given them, also in functions of control flow."""
+        if any(map(self._twins.holds, leaves)):
+            args, kwargs = self._twins.given(args, kwargs)
+        if self.flows.is_inside:
+            args, kwargs = self.flows.replaced(args), self.flows.replaced(kwargs)
+        return args, kwargs
+
     def _call(
         self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], leaves: Sequence[Any], asked: str | None
     ) -> Any:
         """Let PyTorch do it; ``asked`` is what the user's code asks for, where sizes are symbols."""
+        if is_higher_order(func) and func.__name__ in FLOWS:
+            result = self.flows.call(func.__name__, lambda *given: self._run(func, given, kwargs, leaves, None), args)
+            return self._twins.reals_in(result)
+        return self._run(func, args, kwargs, leaves, asked)
+
+    def _run(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], leaves: Sequence[Any], asked: str | None
+    ) -> Any:
         before, self.calling = self.calling, getattr(func, "__name__", "")
         try:
             if any(map(issubclass, map(type, leaves), repeat(GraphScalar))):
@@ -246,6 +264,8 @@ class FunctionWatch(TorchFunctionMode):
 
     def _answer(self, name: str, given: Any, tensor: Tensor, *how: Any) -> Any:
         """What can be said of a tensor without values; ``NotImplemented`` if that is for PyTorch to say."""
+        if self.flows.is_inside and name in VALUE_READERS:
+            self._fail("A function that control flow is given reads a tensor's value.", READ_REMEDY)
         if name == "tolist":
             with self:  # which sees each number
                 return FakeTensor.tolist(tensor)  # type: ignore[arg-type]
@@ -275,7 +295,8 @@ class FunctionWatch(TorchFunctionMode):
         if force:
             tensor = tensor.detach().cpu()
         is_state = id(given) in self._lifted or storage_id(tensor) in self._memory_of_state
-        if tensor.requires_grad or tensor.device.type != "cpu" or is_state or self._sizes is not None:
+        is_seen = is_state or self.flows.is_inside
+        if tensor.requires_grad or tensor.device.type != "cpu" or is_seen or self._sizes is not None:
             return None
         is_argument = any(storage_id(tensor) == storage_id(each) for each in self._twins.fakes)
         _, source = self._on_host.get(id(tensor), (None, None))
@@ -469,7 +490,12 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"The step calls the collective {func.__name__}, which is not captured.",
                 "Captured are torch.distributed.all_reduce and broadcast, by these names.",
             )
-        if is_higher_order(func) and func.name() not in _HIGHER_ORDER:
+        if is_higher_order(func) and func.name() == "while_loop_stack_output":
+            self._fail(
+                "The step asks for gradients of a while_loop, which are as many as it turns.",
+                "Use scan, whose length is known.",
+            )
+        if is_higher_order(func) and func.name() not in _HIGHER_ORDER | FLOWS:
             self._fail(
                 f"The step uses the higher-order operator {func.name()}, which is not captured.",
                 "Use torch.where, or write out what it does.",
@@ -491,6 +517,20 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fail_at(func)
         finally:
             self._note_line(last)
+            if is_higher_order(func):
+                self._check_bodies(func, last)
+
+    def _check_bodies(self, operator: Any, last: fx.Node) -> None:
+        """Refuse functions that are no part of the graph."""
+        for node in reversed(self._graph.nodes):
+            if node is last:
+                return
+            in_backward = running_sequence_number() is not None
+            if node.target is operator and (why := why_not_a_body(node, root_being_traced(), in_backward=in_backward)):
+                self._fail(
+                    f"Functions that {operator.name()} is given {why}.",
+                    "Draw random numbers before it, and pass it all that they use.",
+                )
 
     def _outcome(self, operator: Any, args: tuple[Any, ...]) -> bool | None:
         """With which value the trace goes on, where the program asks a tensor for one; ``None`` where there is none."""

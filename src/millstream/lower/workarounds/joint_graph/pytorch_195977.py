@@ -15,7 +15,7 @@ import torch
 
 from millstream._torch.workarounds import Workaround, replaced
 
-_CLONE = torch.ops.aten.clone.default
+_CLONE, _DETACHED = torch.ops.aten.clone.default, torch.ops.aten.detach_copy.default
 
 
 @contextlib.contextmanager
@@ -33,19 +33,30 @@ def _copy_repeated() -> Iterator[None]:
 
 def _copy_repeated_results(gm: torch.fx.GraphModule) -> None:
     output = next(iter(reversed(gm.graph.nodes)))
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results: list[Any] = list(output.args[0]) if isinstance(output.args[0], list | tuple) else [output.args[0]]
     with gm.graph.inserting_before(output):
         for place, node in enumerate(results):
-            if node in results[:place]:
+            if node in results[:place] or getattr(node, "op", "") == "placeholder":
                 results[place] = gm.graph.call_function(_CLONE, (node,))
                 results[place].meta = {**node.meta}
-    output.args = (tuple(results),)
+    if isinstance(output.args[0], list | tuple):
+        output.args = (tuple(results),)
     gm.recompile()
+
+
+def _copy_detached(gm: torch.fx.GraphModule) -> None:
+    """Likewise in a step, where the scan is recorded with its backward pass, and some copies are none in the end."""
+    for module in gm.modules():
+        if module is not gm and isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=_DETACHED):
+                node.target = _CLONE
+            _copy_repeated_results(module)
 
 
 WORKAROUND = Workaround(
     "pytorch#195977",
     "scans whose carry comes from tanh or sigmoid cannot be trained",
     tracing=_copy_repeated,
+    captured_pass=_copy_detached,
     error="scan might be aliasing the input or the output",
 )

@@ -1,0 +1,211 @@
+"""Operators of control flow in a step: what their functions use beside their arguments is handed in, too.
+
+Outside of a trace Dynamo does that: ``torch.cond(p, lambda a: a @ weight, ...)`` gets ``weight`` as one more operand,
+for autograd and compilers see operands alone. Here each function is run once to see what it uses; afterwards another
+tensor takes the place of each of these while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from millstream._torch.tensors import FakeTensor, storage_id
+from millstream._torch.tracing import is_recorded, known_shapes, run_apart
+from millstream.capture.trace.twins import Twins
+
+FLOWS = frozenset({"cond", "while_loop", "scan", "map_impl"})
+"""Names of the operators."""
+
+
+class Flows:
+    """The functions that run as parts of operators of control flow.
+
+    Args:
+        twins: Of the user's tensors.
+        on: What such a function runs in.
+    """
+
+    def __init__(self, twins: Twins, on: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._twins, self._on = twins, on
+        self._replaced: list[dict[int, Tensor] | _Used] = []  # outermost first
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether such a function runs now."""
+        return bool(self._replaced)
+
+    def replaced(self, value: Any) -> Any:
+        """What stands, in the functions that run now, for a value, or for those in lists and tuples."""
+        if isinstance(value, Tensor):
+            for each in self._replaced:
+                value = each.of(value) if isinstance(each, _Used) else each.get(id(value), value)
+        elif type(value) in (list, tuple):
+            return type(value)(map(self.replaced, value))
+        elif type(value) is dict:
+            return {key: self.replaced(each) for key, each in value.items()}
+        return value
+
+    def call(self, name: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call an operator.
+
+        Args:
+            name: Its own.
+            run: It.
+            args: What it is called with.
+        """
+        if not any(callable(each) and not isinstance(each, fx.GraphModule) for each in args):
+            return run(*args)  # PyTorch's own functions of a backward pass
+        pred, functions, first, sliced, others, spec = _parts(name, args)
+        parts = [self._function(each, spec) for each in functions]
+        with known_shapes([*first, *sliced, *others]):
+            given = (*first, *(each[0] for each in sliced), *others)
+            used = self._used(parts, given)
+            closed = [self._closed(part, given, used) for part in parts]
+            first, sliced, others, used = _apart(first, sliced, others, used)
+            if name == "while_loop":
+                closed[0] = _only_result(closed[0])
+            more = (*others, *used)
+            match name:
+                case "cond":
+                    result = run(pred, *closed, (*first, *more))
+                case "while_loop":
+                    result = run(*closed, tuple(first), more)
+                case "scan":
+                    result = run(*closed, first, sliced, more)
+                case _:
+                    result = run(*closed, sliced, more)
+        assert parts[-1].made is not None, "the operator has run it"
+        return tree_unflatten(list(result), parts[-1].made)
+
+    def _used(self, parts: Sequence[_Function], given: Sequence[Any]) -> list[Tensor]:
+        """What these functions use beside what they are given."""
+        used = _Used()
+        self._replaced.append(used)
+        try:
+            for part in parts:
+                used.others.clear()
+                run_apart(part, given)
+        finally:
+            self._replaced.pop()
+        own = {*map(id, given)}
+        return [each for key, each in used.tensors.items() if key not in own]
+
+    def _function(self, function: Callable[..., Any], spec: TreeSpec | None) -> _Function:
+        return _Function(function, spec, self)
+
+    def _closed(self, part: _Function, own: Sequence[Any], used: list[Tensor]) -> Callable[..., Any]:
+        """A function that is given what it uses after its own arguments."""
+        known = [*own, *used]
+
+        def call(*given: Any) -> Any:
+            self._replaced.append({id(each): new for each, new in zip(known, given, strict=True)})
+            try:
+                return part(*given[: len(own)])
+            finally:
+                self._replaced.pop()
+
+        return call
+
+
+class _Used:
+    """Stands in for tensors of the graph that is being traced, in a function that is run apart from it.
+
+    Attributes:
+        tensors: Those that were used, by id.
+        others: What stands for them, by id.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Tensor] = {}
+        self.others: dict[int, Tensor] = {}
+        self._is_recorded = is_recorded()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor, or what it is itself."""
+        if id(tensor) not in self.others:
+            if not isinstance(tensor, FakeTensor) or not self._is_recorded(tensor):
+                return tensor
+            self.tensors[id(tensor)] = tensor
+            like = {"dtype": tensor.dtype, "device": tensor.device}
+            self.others[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), **like)
+        return self.others[id(tensor)]
+
+
+class _Function:
+    """A function of the user's on flat arguments, with flat results.
+
+    Attributes:
+        made: The structure of its results, once it has run.
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: TreeSpec | None, flows: Flows) -> None:
+        self._function, self._spec, self._flows = function, spec, flows
+        self.made: TreeSpec | None = None
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        args = given if self._spec is None else tree_unflatten(list(given), self._spec)
+        twins = self._flows._twins
+        with self._flows._on():
+            leaves, self.made = tree_flatten(twins.fakes_in(self._function(*twins.reals_in(args))))
+        return tuple(self._flows.replaced(twins.fakes_in(leaf)) for leaf in leaves)
+
+
+def _parts(name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any], list[Any], list[Any], list[Any], TreeSpec | None]:
+    """The condition, the functions, operands that are carried, sliced and others, and how ``cond`` gives its own."""
+    match name:
+        case "cond":
+            pred, yes, no, operands = args
+            leaves, spec = tree_flatten(tuple(operands))
+            return pred, [yes, no], leaves, [], [], spec
+        case "while_loop":
+            goes_on, turn, carried, others = args
+            return None, [goes_on, turn], [*carried], [], [*others], None
+        case "scan":
+            turn, carried, sliced, others = args
+            return None, [turn], [*carried], [*sliced], [*others], None
+        case _:
+            function, sliced, others = args
+            return None, [function], [], [*sliced], [*others], None
+
+
+def _apart(*groups: Sequence[Any]) -> list[list[Any]]:
+    """Operands of which no two share memory, which PyTorch refuses: copies where they would."""
+    seen: set[int] = set()
+    found: list[list[Any]] = []
+    for group in groups:
+        found.append([])
+        for each in group:
+            is_shared = isinstance(each, Tensor) and storage_id(each) in seen
+            found[-1].append(each.clone() if is_shared else each)
+            if isinstance(each, Tensor):
+                seen.add(storage_id(each))
+    return found
+
+
+def _only_result(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: function(*given)[0]
+
+
+def why_not_a_body(node: fx.Node, root: torch.nn.Module, *, in_backward: bool) -> str:
+    """Say why the functions of an operator that was recorded are no part of a graph; empty where they are."""
+    modules = [getattr(root, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
+    inner = [each for module in _within(modules) for each in module.graph.nodes]
+    constants = [each.graph.owning_module for each in inner if each.op == "get_attr"]
+    for each, owner in zip([each for each in inner if each.op == "get_attr"], constants, strict=True):
+        if isinstance(getattr(owner, str(each.target), None), FakeTensor):
+            return "use a tensor in a way that is not seen"
+    seeded = torch.Tag.nondeterministic_seeded
+    if in_backward and any(seeded in getattr(each.target, "tags", ()) for each in inner):
+        return "draw random numbers, which PyTorch draws again in the backward pass"
+    return ""
+
+
+def _within(modules: Sequence[Any]) -> list[fx.GraphModule]:
+    graphs = [each for module in modules for each in module.modules() if isinstance(each, fx.GraphModule)]
+    return [*dict.fromkeys(graphs)]
