@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor.codegen.cpp import CppScheduling
-from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
+from torch._inductor.codegen.simd import SIMDScheduling
+from torch._inductor.codegen.triton import TritonKernel
 
 import millstream as ms
 from millstream.lower.inductor import equal_kernels
@@ -223,7 +224,7 @@ def test_a_step_gives_the_same_bits_and_has_the_same_kernels(monkeypatch, taken)
 
 def test_switched_off_nothing_is_changed(monkeypatch):
     def functions():
-        whole, part = TritonScheduling.codegen_node_schedule, TritonScheduling.codegen_node_schedule_with_kernel
+        whole, part = SIMDScheduling.codegen_node_schedule, SIMDScheduling.codegen_node_schedule_with_kernel
         return CppScheduling.codegen_node, whole, part, TritonKernel.codegen_kernel
 
     before = functions()

@@ -24,7 +24,8 @@ from weakref import WeakKeyDictionary
 from torch._inductor import config
 from torch._inductor.codegen.common import DeferredLine, KernelArgs, is_buffer_removed
 from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
-from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
+from torch._inductor.codegen.simd import SIMDScheduling
+from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.wrapper import AllocateLine, ReuseLine
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
@@ -56,8 +57,8 @@ def equal_kernels() -> Iterator[None]:
     triton = _TritonKernels()
     with (
         replaced(CppScheduling, "codegen_node", write_once),
-        replaced(TritonScheduling, "codegen_node_schedule", triton.write_whole),
-        replaced(TritonScheduling, "codegen_node_schedule_with_kernel", triton.write_loops),
+        replaced(SIMDScheduling, "codegen_node_schedule", triton.write_whole),
+        replaced(SIMDScheduling, "codegen_node_schedule_with_kernel", triton.write_loops),
         replaced(TritonKernel, "codegen_kernel", triton.write_source),
     ):
         yield
@@ -296,8 +297,8 @@ class _TritonKernels:
         self._noted: WeakKeyDictionary[Any, Callable[[str], None]] = WeakKeyDictionary()
         self._sources: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._is_whole = False
-        write_whole = TritonScheduling.codegen_node_schedule
-        write_loops = TritonScheduling.codegen_node_schedule_with_kernel
+        write_whole = SIMDScheduling.codegen_node_schedule
+        write_loops = SIMDScheduling.codegen_node_schedule_with_kernel
         write_source = TritonKernel.codegen_kernel
 
         def write_whole_kernel(scheduling: Any, features: Any) -> None:
