@@ -329,6 +329,10 @@ REFUSED = {
         lambda x: torch.cond(x.sum() > 0, lambda a: a * 2 if a[0, 0] > 0 else a * 3, lambda a: a * 4, (x,)),
         "reads a tensor's value",
     ),
+    "another device": (
+        lambda x: torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a * 3, (x.to("meta"),)),
+        "higher-order operator cond",
+    ),
     "randomness drawn again": (
         lambda x: torch.cond(x.sum() > 0, lambda a: torch.dropout(a @ W, 0.5, True), lambda a: a @ W, (x,)),
         "draws again in the backward pass",
@@ -355,7 +359,8 @@ def in_a_step(function, has_gradients):
     def step(*given):
         given = [each.clone().requires_grad_(has_gradients) for each in given]
         result = function(*given)
-        grads = torch.autograd.grad(result.square().sum(), given) if has_gradients else ()
+        loss = result.square().sum()
+        grads = torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True) if has_gradients else ()
         return [result.detach(), *grads]
 
     return step

@@ -495,7 +495,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "The step asks for gradients of a while_loop, which are as many as it turns.",
                 "Use scan, whose length is known.",
             )
-        if is_higher_order(func) and func.name() not in _HIGHER_ORDER | FLOWS:
+        if is_higher_order(func) and func.name() not in (_HIGHER_ORDER | FLOWS if _on_host(args) else _HIGHER_ORDER):
             self._fail(
                 f"The step uses the higher-order operator {func.name()}, which is not captured.",
                 "Use torch.where, or write out what it does.",
@@ -608,6 +608,11 @@ def _leaves(values: Sequence[Any]) -> Sequence[Any]:
     if not any(map(isinstance, values, repeat((list, tuple)))):
         return values
     return [leaf for value in values for leaf in (_leaves(value) if isinstance(value, list | tuple) else (value,))]
+
+
+def _on_host(args: tuple[Any, ...]) -> bool:
+    """Whether all operands of an operator are in host memory, where what it is to run is decided."""
+    return all(each.device.type == "cpu" for each in _tensors_in(_leaves(args)))
 
 
 def _tensors_in(leaves: Sequence[Any]) -> Iterator[Tensor]:
