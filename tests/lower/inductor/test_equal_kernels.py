@@ -19,6 +19,7 @@ import millstream as ms
 from millstream.lower.inductor import equal_kernels
 from millstream.lower.inductor.cpp_kernels import CppKernels
 from millstream.lower.inductor.shortcuts import shortcuts
+from tests import networks
 from tests.lower.inductor.texts import text_of
 
 DEVICES = ("cpu", "cuda")
@@ -178,6 +179,22 @@ def random_function(seed):
 @pytest.mark.parametrize("seed", [*range(FIRST, FIRST + FUZZ), WRONG_ONCE])
 def test_random_programs_are_written_to_the_letter(seed, device):
     alone, once = both_texts(*random_function(seed), device)
+    assert alone == once
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", networks.ALL)
+def test_training_steps_of_networks_are_written_to_the_letter(kind, device):
+    model, (x, labels) = torch.func.replace_all_batch_norm_modules_(kind()), networks.example(kind)
+    names, values = zip(*model.named_parameters(), strict=True)
+
+    def train(x, labels, *values):
+        trained = [value.detach().requires_grad_() for value in values]
+        loss = F.cross_entropy(torch.func.functional_call(model, dict(zip(names, trained, strict=True)), (x,)), labels)
+        gradients = torch.autograd.grad(loss, trained)
+        return loss, *(value.detach() - 0.1 * each for value, each in zip(trained, gradients, strict=True))
+
+    alone, once = both_texts(train, [x, labels, *(value.detach() for value in values)], device)
     assert alone == once
 
 
