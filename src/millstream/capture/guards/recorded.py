@@ -29,18 +29,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from millstream._torch.hooks import HOOKS_FOR_ALL
 from millstream.capture.guards.guards import Guards
 from millstream.capture.lines import is_users
-from millstream.capture.record.reads import MISSING, Kind, Read, behind
+from millstream.capture.record.places import identity_of, place_of
+from millstream.capture.record.reads import MISSING, Kind, Read
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.code import is_users_module
 from millstream.capture.state.contents import is_container
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.location import MISSING as NOTHING
 from millstream.capture.state.location import (
-    Attributes,
     ClassAttributes,
     Items,
     Location,
-    SequenceItems,
     Shared,
     SlotAttributes,
 )
@@ -164,23 +163,6 @@ def path_of(read: Read, record: Recorder) -> str:
             break
         each = before
     return "".join(reversed(parts))
-
-
-def place_of(holder: Any, key: Any) -> tuple[Any, ...]:
-    """What tells a place from others."""
-    is_plain = isinstance(key, str | int | float | bytes)
-    return identity_of(holder), type(key) if is_plain else None, key if is_plain else id(key)
-
-
-def identity_of(holder: Any) -> int:
-    """What tells a holder from others; attributes of a class are told by the dict that they are in."""
-    if isinstance(holder, Items):
-        return id(holder._owner)
-    if isinstance(holder, SequenceItems):
-        return id(holder.location.get())
-    if isinstance(holder, Attributes):
-        return identity_of(holder._owner)
-    return id(behind(vars(holder))) if isinstance(holder, type) else id(behind(holder))
 
 
 class _Covered:

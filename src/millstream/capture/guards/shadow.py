@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream.capture.guards.guards import Guards
-from millstream.capture.guards.recorded import identity_of, is_of_library, place_of, unguarded
+from millstream.capture.guards.recorded import is_of_library, unguarded
 from millstream.capture.lines import is_users
+from millstream.capture.record.places import identity_of, place_of
 from millstream.capture.record.reads import Kind, Read
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.record.shadow import Difference, is_shadow

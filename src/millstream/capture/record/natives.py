@@ -30,8 +30,8 @@ from millstream.capture.record.reads import (
     find_in_class,
     find_item,
     find_length,
+    find_own,
     is_a,
-    own_dict,
 )
 
 DEPTH = 3
@@ -126,8 +126,7 @@ def find_reads(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
     elif plain in _STORE or plain in _REMOVE:
         return
     elif plain is vars or plain is dir:
-        if (held := own_dict(first)) is not None:
-            yield from find_contents(held)
+        yield from find_own(first)
     elif plain is len:
         yield from find_length(first)
     elif plain is operator.getitem:
@@ -165,6 +164,17 @@ def find_writes(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
             yield from find_contents(arguments[0])
     elif plain in (operator.setitem, operator.delitem):
         yield from find_item(arguments[0], arguments[1])
+    elif arguments and getattr(plain, "__name__", "") in _FILLING:
+        yield from find_contents(arguments[0])
+
+
+_FILLING = frozenset(
+    """
+    heappush heappop heapify heapreplace heappushpop insort insort_left insort_right
+    iadd iconcat ior iand isub ixor imul
+    """.split()
+)
+"""Names of functions in C that change the container that they are given first."""
 
 
 def find_stored(owner: Any, name: str) -> Iterator[Found]:

@@ -162,6 +162,12 @@ def find_attribute(value: Any, name: str, look_up: LookUp = find_in_class) -> It
         yield held, Kind.ITEM, name, dict.get(held, name, MISSING), value
 
 
+def find_own(value: Any) -> Iterator[Found]:
+    """All attributes of an object itself, as it is the one that was there before: its dict may be made only now."""
+    if (held := own_dict(value)) is not None:
+        yield held, Kind.CONTENTS, None, (*dict.keys(held), *dict.values(held)), value
+
+
 def read_slot(slot: MemberDescriptorType | GetSetDescriptorType, value: Any) -> Any:
     """What an object has in a slot."""
     try:

@@ -19,8 +19,9 @@ from contextlib import AbstractContextManager, contextmanager
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, WrapperDescriptorType
 from typing import Any
 
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
 
+from millstream.capture.lines import is_users_own
 from millstream.capture.record.natives import (
     NATIVE,
     SPECIAL,
@@ -49,6 +50,7 @@ from millstream.capture.record.reads import (
     own_dict,
 )
 from millstream.capture.record.session import NULL, Session
+from millstream.capture.state.location import Attributes, ClassAttributes, Location, Shared, SlotAttributes
 
 _GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _CALLABLE_FIRST = sys.version_info >= (3, 13)
@@ -77,6 +79,10 @@ class Recorder:
         self._in_classes: dict[tuple[int, str], tuple[type, Any]] = {}  # what was looked up, by id and name
         self._touched: set[tuple[Any, ...]] = set()  # what is no longer as it was, as an item of it was written
         self._filled: dict[int, Any] = {}  # by id, containers that the step has written
+        self._looked_into: set[int] = set()  # by id, containers of which something was read
+        self._written_into: set[int] = set()  # likewise, of which some item was written
+        self._dicts: list[tuple[dict[str, Any], Any]] = []  # that were asked for, of objects; some are made only then
+        self._plain: set[tuple[Any, ...]] = set()  # where something else was put than stand-ins for numbers
         self._origins: dict[int, Read] = {}  # by id, what led to an object first
         self._frame: FrameType
         self._argument: Any = None
@@ -102,6 +108,32 @@ class Recorder:
         """Why not all was recorded; empty if it was."""
         return self._session.failure
 
+    # --- what is asked ------------------------------------------------------------------------------------------------
+
+    def has_read(self, place: Location) -> bool:
+        """Whether what is there was read before the step wrote it itself, alone or with all that its holder has."""
+        return bool(self.failure) or any(each in self._reads for each in _places_of(place))
+
+    def has_looked_into(self, container: Any) -> bool:
+        """Whether anything was read of a container, be it what the step had put there."""
+        return bool(self.failure) or id(container) in self._looked_into
+
+    def has_written(self, place: Location) -> bool:
+        """Whether the step has put something there, or filled the holder; of a whole container, anything in it."""
+        is_whole = place.key is None and id(place.holder) in self._written_into
+        return bool(self.failure) or is_whole or any(each in self._writes for each in _places_of(place))
+
+    def has_put_plain(self, place: Location) -> bool:
+        """Whether the step has put something else there than numbers that stand for others."""
+        return bool(self.failure) or any(each in self._plain for each in _places_of(place))
+
+    def where_written(self, place: Location) -> str:
+        """``file:line`` of the user's own that wrote there first; empty where there is none."""
+        for each in _places_of(place):
+            if (write := self._writes.get(each)) is not None and is_users_own(write.code.co_filename):
+                return f"{write.code.co_filename}:{write.line}"
+        return ""
+
     def origin_of(self, value: Any) -> Read | None:
         """What led the step to an object first; ``None`` for what it was given, or has from C."""
         return self._origins.get(id(value))
@@ -122,22 +154,34 @@ class Recorder:
         return self._session.paused()
 
     def _forget(self) -> None:
-        for held in (self._reads, self._writes, self._origins, self._roots, self._in_classes, self._filled):
+        for held in (
+            self._reads,
+            self._writes,
+            self._origins,
+            self._roots,
+            self._dicts,
+            self._in_classes,
+            self._filled,
+        ):
             held.clear()
 
     def _settle(self) -> None:
         """Let go of what the step has made, and of what only leads there: nobody else may hold it any more."""
         for each in self._roots:
             self._add_before(each)
+        for held, owner in self._dicts:
+            if self._is_before(owner):
+                self._before.add(id(held))
         reads: dict[tuple[Any, ...], Read] = {}
         for place, read in self._reads.items():
             if self._was_before(read):
+                self._before.add(id(read.holder))
                 self._add_before(read.value)
                 reads[place] = read
         self._reads, self._writes = reads, {at: each for at, each in self._writes.items() if self._was_before(each)}
         kept = {*map(id, reads.values())}
         self._origins = {at: read for at, read in self._origins.items() if id(read) in kept}
-        for each in (self._roots, self._in_classes, self._touched, self._filled, self._new, self._before):
+        for each in (self._roots, self._dicts, self._in_classes, self._touched, self._filled, self._new, self._before):
             each.clear()
 
     # --- what is kept -------------------------------------------------------------------------------------------------
@@ -150,7 +194,9 @@ class Recorder:
             self._frame = None  # type: ignore[assignment]  which would keep what is in it
 
     def _was_before(self, record: Read) -> bool:
-        owner = record.holder if is_a(record.owner, str) else record.owner
+        return self._is_before(record.holder if is_a(record.owner, str) else record.owner)
+
+    def _is_before(self, owner: Any) -> bool:
         if id(owner) in self._before:  # which the collector may not know, or only since, as dicts with plain values
             return True
         return gc.is_tracked(owner) and id(owner) not in self._new
@@ -168,6 +214,8 @@ class Recorder:
 
     def _read(self, found: Iterable[Found]) -> None:
         for holder, kind, key, value, owner in found:
+            if kind in _OF_CONTAINERS:
+                self._looked_into.add(id(holder))
             place = _place(holder, kind, key)
             if place in self._reads or is_a(holder, _PLAIN):
                 continue
@@ -185,10 +233,15 @@ class Recorder:
         self._in_classes[at] = kind, value
         return found, value
 
-    def _write(self, found: Iterable[Found]) -> None:
+    def _write(self, found: Iterable[Found], new: Any = None) -> None:
+        is_plain = not is_a(new, SymFloat | SymInt)
         for holder, kind, key, value, owner in found:
             if kind is Kind.CLASS:
                 self._in_classes.clear()
+            if kind in _OF_CONTAINERS:
+                self._written_into.add(id(holder))
+            if is_plain:
+                self._plain.add(_place(holder, kind, key))
             self._writes.setdefault(_place(holder, kind, key), Write(holder, kind, key, value, owner, *self._at))
             if kind is Kind.CONTENTS:
                 self._filled[id(holder)] = holder
@@ -207,16 +260,17 @@ class Recorder:
     def _cell(self, cell: CellType) -> None:
         self._read([(cell, Kind.CELL, None, content_of_cell(cell), self._argument)])
 
-    def _store_global(self, *_: Any) -> None:
+    def _store_global(self, new: Any = None) -> None:
         space = self._frame.f_globals
-        self._write([(space, Kind.ITEM, self._argument, space.get(self._argument, MISSING), space)])
+        self._write([(space, Kind.ITEM, self._argument, space.get(self._argument, MISSING), space)], new)
 
-    def _store_name(self, *_: Any) -> None:
+    def _store_name(self, new: Any = None) -> None:
         if self._frame.f_locals is self._frame.f_globals:
-            self._store_global()
+            self._store_global(new)
 
     def _store_cell(self, *operands: Any) -> None:
-        self._write([(operands[-1], Kind.CELL, None, content_of_cell(operands[-1]), self._argument)])
+        new, cell = operands[0], operands[-1]
+        self._write([(cell, Kind.CELL, None, content_of_cell(cell), self._argument)], new)
 
     def _import_(self, *_: Any) -> None:
         self._read([(sys.modules, Kind.ITEM, self._argument, sys.modules.get(self._argument, MISSING), sys)])
@@ -227,6 +281,8 @@ class Recorder:
         self._read(self._find(holder, self._argument))
 
     def _find(self, holder: Any, name: str) -> Iterable[Found]:
+        if name == "__dict__" and (held := own_dict(holder)) is not None:
+            self._dicts.append((held, holder))
         if is_a(holder, Tensor):
             held = own_dict(holder) or {}
             _, of_class = find_in_class(type(holder), name)
@@ -260,23 +316,23 @@ class Recorder:
                 self._read(self._find(holder, name))
 
     def _store_attribute(self, *operands: Any) -> None:
-        owner = operands[-1]
+        new, owner = operands[0], operands[-1]
         self._special(owner, "__setattr__")
         setter = self._look_up(type(owner), "__setattr__")[1]
         if is_a(setter, WrapperDescriptorType) and not is_a(owner, Tensor):  # and no method of the user's
-            self._write(find_stored(owner, self._argument))
+            self._write(find_stored(owner, self._argument), new)
         elif is_a(owner, Tensor) and find_in_class(type(owner), self._argument)[1] is MISSING:
             held = own_dict(owner) or {}
-            self._write([(held, Kind.ITEM, self._argument, held.get(self._argument, MISSING), owner)])
+            self._write([(held, Kind.ITEM, self._argument, held.get(self._argument, MISSING), owner)], new)
 
     def _delete_attribute(self, owner: Any) -> None:
         self._store_attribute(owner)
 
-    def _store_item(self, _value: Any, holder: Any, key: Any) -> None:
+    def _store_item(self, new: Any, holder: Any, key: Any) -> None:
         self._special(holder, "__setitem__", "__delitem__")
         if is_a(holder, Tensor) or _is_users_method(holder, "__setitem__"):
             return
-        self._write(find_contents(holder) if is_a(key, slice) else find_item(holder, key))
+        self._write(find_contents(holder) if is_a(key, slice) else find_item(holder, key), new)
 
     def _delete_item(self, holder: Any, key: Any) -> None:
         self._store_item(None, holder, key)
@@ -368,7 +424,7 @@ class Recorder:
                 arguments = (owner, *arguments)
             self._read(self._without_tensors(find_reads(function, arguments)))
             if arguments and id(arguments[0]) not in self._filled:
-                self._write(find_writes(function, arguments))
+                self._write(find_writes(function, arguments), arguments[-1])
         elif is_a(function, _GETTERS):
             self._read(find_got(function, arguments))
         elif is_a(function, type):
@@ -431,6 +487,20 @@ def _place(holder: Any, kind: Kind, key: Any) -> tuple[Any, ...]:
     return (id(holder), kind, of_key, key) if issubclass(of_key, _PLAIN_KEYS) else (id(holder), kind, None, id(key))
 
 
+def _places_of(place: Location) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """How a place is known here, by itself and with all that its holder has."""
+    holder, key, kind = place.entry.holder, place.entry.key, Kind.ITEM
+    if is_a(holder, CellType):
+        kind = Kind.CELL
+    elif is_a(holder, Shared):
+        holder = holder.owners[0]
+    elif is_a(holder, Attributes):
+        kind = Kind.CLASS if is_a(holder, ClassAttributes) else Kind.SLOT if is_a(holder, SlotAttributes) else kind
+        holder = holder._owner
+    return _place(holder, kind, key), _place(holder, Kind.CONTENTS, None)
+
+
+_OF_CONTAINERS = (Kind.ITEM, Kind.LENGTH, Kind.CONTENTS)
 _PLAIN_KEYS = (str, int, float, bytes)
 
 
@@ -448,3 +518,21 @@ def _items(mapping: dict[str, Any] | None) -> tuple[tuple[str, Any], ...]:
 
 def _is_users_method(holder: Any, name: str) -> bool:
     return is_a(find_in_class(type(holder), name)[1], FunctionType)
+
+
+class NothingRecorded:
+    """Where nothing can be recorded, anything may have been read and written."""
+
+    def has_read(self, place: Location) -> bool:  # noqa: ARG002
+        """Whether it may be so."""
+        return True
+
+    def has_looked_into(self, container: Any) -> bool:  # noqa: ARG002
+        """Whether it may be so."""
+        return True
+
+    has_written = has_put_plain = has_read
+
+    def where_written(self, place: Location) -> str:  # noqa: ARG002
+        """Nobody knows."""
+        return ""

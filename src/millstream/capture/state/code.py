@@ -74,60 +74,26 @@ _TELLING = frozenset({"getattr", "hasattr", "attrgetter", "vars", "__dict__", "g
 """Names of what takes the names of attributes as strings."""
 
 
-@dataclass
-class Stores:
-    """Where some code may put things, functions within it apart."""
-
-    attributes: set[str] = field(default_factory=set)
-    globals: set[str] = field(default_factory=set)  # and variables of closures
-    keys: set[str] = field(default_factory=set)  # of items
-    counted: set[str] = field(default_factory=set)  # of all these, what it changes by ``+=`` and the like
-    assigned: set[str] = field(default_factory=set)  # and otherwise
-    any_name: bool = False  # attributes whose names do not stand in it
-    has_space: bool = False  # attributes as items, wherever such are changed
-    any_item: bool = False  # items whose keys do not
-    fills: bool = False  # whether it may change what is in some container
-    lines: dict[str, set[int]] = field(default_factory=dict)  # of all these; of keys that do not stand in it as "None"
-
-
 @functools.lru_cache(maxsize=65536)
-def stores_of(code: CodeType) -> Stores:
-    """Where some code may put things; functions in C that it does not name apart."""
-    names = {*code.co_names}
-    found = Stores(any_name=not _SETTING.isdisjoint(names), any_item=not _FILLING.isdisjoint(names))
-    found.has_space = not _SPACES.isdisjoint(names)
-    found.fills = found.any_item or not MUTATING.isdisjoint(names)
+def counted_in(code: CodeType) -> frozenset[str]:
+    """Names of attributes, variables and items that some code changes by ``+=`` and the like, functions in it apart."""
+    found: set[str] = set()
     before: deque[Any] = deque([None, None, None], maxlen=3)  # the last instructions
-    counted: list[Any] = []  # keys of items that are being changed
+    keys: list[str | None] = []  # of items that are being changed
     is_counted = False  # whether what is on the stack was changed so
     for item in instructions_of(code):
         operation, name = item.opname, item.argval
         last = before[-1]
         if operation == "BINARY_SUBSCR" and last is not None and last.opname == "COPY":  # twice
-            counted.append(_key_of(before[0]))
-        kind, _, what = operation.partition("_")
-        if kind in ("STORE", "DELETE"):
-            if what == "SUBSCR":
-                name = counted.pop() if is_counted and counted else _key_of(last) if kind == "STORE" else None
-                if name is None:
-                    found.any_item = True
-                else:
-                    found.keys.add(name)
-            elif what == "ATTR":
-                found.attributes.add(name)
-            elif what in ("GLOBAL", "DEREF", "NAME"):
-                found.globals.add(name)
-            found.any_item |= what == "SLICE"
-            found.fills |= what in ("SUBSCR", "SLICE")
-            (found.counted if is_counted else found.assigned).add(str(name))
-            found.lines.setdefault(str(name), set()).add(item.positions.lineno)  # type: ignore[union-attr,arg-type]
-        elif operation == "LOAD_ATTR" and not is_method_load(item) and name in MUTATING:
-            found.any_item = True  # it hands the method on
+            keys.append(_key_of(before[0]))
+        if operation.startswith("STORE_") and is_counted:
+            name = (keys.pop() if keys else None) if operation == "STORE_SUBSCR" else name
+            if isinstance(name, str):
+                found.add(name)
         is_in_place = operation == "BINARY_OP" and item.argrepr.endswith("=")
-        found.fills |= is_in_place  # of a list or set, by whatever name it has there
         is_counted = is_in_place or (operation == "SWAP" and is_counted)
         before.append(item)
-    return found
+    return frozenset(found)
 
 
 def instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
@@ -148,25 +114,6 @@ def _key_of(item: dis.Instruction | None) -> str | None:
     if item is None or item.opname != "LOAD_CONST" or type(item.argval) is not str:
         return None
     return item.argval
-
-
-MUTATING = frozenset(
-    """
-    append extend insert pop remove clear sort reverse update setdefault popitem add discard appendleft popleft
-    extendleft rotate difference_update intersection_update symmetric_difference_update move_to_end
-    """.split()
-)
-"""Methods in C that change a container."""
-
-_SETTING = frozenset("setattr delattr __setattr__ __delattr__ __setstate__".split())
-_SPACES = frozenset("__dict__ vars globals locals".split())
-_FILLING = frozenset(
-    """
-    heappush heappop heapify heapreplace heappushpop insort insort_left insort_right setitem delitem iadd iconcat ior
-    __setitem__ __delitem__ __iadd__ __imul__ __ior__ __iand__ __isub__ __ixor__
-    """.split()
-)
-"""Functions in C that change what they are given."""
 
 
 def finds_modules(names: Names) -> bool:

@@ -22,20 +22,17 @@ from torch import nn
 
 from millstream._torch.tracing import code_asking, reads_seen
 from millstream.capture.effects.values import holds_token
-from millstream.capture.lines import is_asked_by_user, is_ours, is_part_of_models, is_pythons, is_users, is_users_own
+from millstream.capture.lines import is_asked_by_user, is_ours, is_users, is_users_own
 from millstream.capture.state.code import (
-    MUTATING,
     NAMESPACES,
     WITHOUT_ATTRIBUTES,
     Reach,
-    Stores,
     computes_a_global,
     is_users_module,
     modules_handed_on,
     nameable,
     nameable_from,
     reach_of,
-    stores_of,
 )
 from millstream.capture.state.extensions import takes_tensors
 from millstream.capture.state.impure import ImpureCalls, beyond_library, writer_kinds
@@ -66,56 +63,10 @@ class Ran:
     # by id, modules of Python that are none of the user's, and are given to such code
     handed_on: dict[int, ModuleType] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)  # names of environment variables that were read
-    # code that may have written to objects of the user's, and whether also under names that do not stand in it
-    writers: dict[CodeType, bool] = field(default_factory=dict)
-    # by id, containers of which methods were called that change them, and by what code, on which line
-    filled: dict[int, tuple[CodeType, int]] = field(default_factory=dict)
 
     def may_have_run(self, code: CodeType) -> bool:
         """Whether that code may have run."""
         return self.codes is None or code in self.codes
-
-    def may_have_stored(self, place: Location, *, is_item: bool) -> bool:
-        """Whether something may have been put there; ``is_item``: by its key, and not as an attribute or variable."""
-        if self.codes is None:
-            return True
-        key = name_of(place)
-        if is_item:
-            return any(key in each.keys or (is_open and each.any_item) for each, is_open in self._stores())
-        if any(each.has_space and is_open for each, is_open in self._stores()) and self.may_have_filled(place.holder):
-            return True
-        return any(
-            key in each.globals or key in each.attributes or (is_open and each.any_name)
-            for each, is_open in self._stores()
-        )
-
-    def only_counts(self, place: Location) -> bool:
-        """Whether a number there can have become another in no other way than by ``+=`` and the like."""
-        key = name_of(place)
-        return not any(
-            key in each.assigned or (is_open and (each.any_name or each.has_space or each.any_item))
-            for each, is_open in self._stores()
-        )
-
-    def may_have_filled(self, container: Any) -> bool:
-        """Whether what is in a container may have been changed."""
-        if self.codes is None or id(container) in self.filled:
-            return True
-        return any(each.fills for each, is_open in self._stores() if is_open)
-
-    def _stores(self) -> Iterator[tuple[Stores, bool]]:
-        return ((stores_of(code), is_open) for code, is_open in self.writers.items())
-
-    def where_stored(self, place: Location) -> str:
-        """``file:line`` of the user's that has changed what is there, where only one can have been it."""
-        code, line = self.filled.get(id(place.holder), (None, 0))
-        found = set() if code is None or place.key is not None else {(code.co_filename, line)}
-        for name in (str(name_of(place)), str(None)):
-            found = found or {
-                (code.co_filename, line) for code in self.writers for line in stores_of(code).lines.get(name, ())
-            }
-        own = [f"{file}:{line}" for file, line in found if is_users_own(file)]
-        return own[0] if len(own) == 1 else ""
 
     def has_read(self, module: nn.Module, name: str) -> bool:
         """Whether that attribute was read."""
@@ -286,8 +237,6 @@ class CodeWatch:
         if takes_tensors(function) and threading.get_ident() == self._thread:
             self._on_extension(frame, function)
         owner = function.__self__
-        if name in MUTATING:
-            self._ran.filled[id(owner)] = frame.f_code, frame.f_lineno
         is_text = type(owner) is str and name not in _PUTTING_TOGETHER and is_users(frame.f_code.co_filename)
         if is_text and holds_token(owner) and threading.get_ident() == self._thread:
             self._on_text(frame)
@@ -321,20 +270,6 @@ class CodeWatch:
         if new and id(frame.f_code) in self._early and is_asked_by_user(frame):
             self._on_computed(new)
 
-    def _note_writer(self, frame: FrameType) -> bool:
-        """Note code that may write to objects of the user's; returns whether to look at it again."""
-        code, file = frame.f_code, frame.f_code.co_filename
-        is_theirs = is_users(file) and not _is_made_for_library(frame) and not _is_pytorchs_affair(frame)
-        is_library = not is_theirs and (is_pythons(file) or file.startswith("<"))
-        if not (is_library or is_theirs or is_part_of_models(file)):
-            return False
-        stores = stores_of(code)
-        is_telling = stores.any_name or stores.has_space or stores.any_item
-        is_open = is_theirs or self._ran.writers.get(code, False)
-        is_open = is_open or (is_library and is_telling and is_asked_by_user(frame))
-        self._ran.writers[code] = is_open
-        return is_library and is_telling and not is_open
-
     def _note(self, frame: FrameType) -> None:
         code = frame.f_code
         if code in _codes_of_collector():
@@ -350,9 +285,8 @@ class CodeWatch:
         functions = functions_of(frame, waiting)
         for function in functions:
             waiting.remove(function)
-        is_again = self._note_writer(frame)
         # Another function may have the code, with another closure.
-        is_again = is_again or (waiting and code.co_freevars) or is_impure or code in self._always
+        is_again = (waiting and code.co_freevars) or is_impure or code in self._always
         (self._again.add if is_again else self._again.discard)(id(code))
         reach = reach_of(code) if is_users(code.co_filename) else Reach.NONE
         self._reaching |= {id(code)} if reach else set()

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.values import Later, holds_token
+from millstream.capture.record.recorder import NothingRecorded, Recorder
 from millstream.capture.state.contents import content_of, has_content, is_bytes, is_comparable, is_container, put_back
 from millstream.capture.state.discover import Found
-from millstream.capture.state.executed import Ran, others_may_write
+from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.generators import StandsForGenerator
 from millstream.capture.state.location import MISSING, Attributes, Location
 from millstream.capture.state.signature import is_same
@@ -62,11 +63,11 @@ class Snapshot:
 
     Args:
         found: What the step reaches.
-        ran: What has run of it.
+        record: What it reads and writes.
     """
 
-    def __init__(self, found: Found, ran: Ran) -> None:
-        self._ran = ran
+    def __init__(self, found: Found, record: Recorder | NothingRecorded) -> None:
+        self._record = record
         self._found: Found | None = None  # what was noted last
         self._noted: dict[str, int] = {}  # how much of it, by kind
         self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
@@ -161,26 +162,24 @@ class Snapshot:
 
     def _is_of_others(self, change: Change) -> bool:
         """Whether nothing that has run of the step can have made a change, so that another thread has."""
-        ran, kind, holder, key = self._ran, change.kind, change.location.holder, change.location.key
+        kind, holder, key = change.kind, change.location.holder, change.location.key
         if kind not in (Kind.PLAIN, Kind.MODULE, Kind.GROUP) or _is_of_trace(change.after):
             return False
         if self.is_written_over(change):
             return True
-        place = change.location
         if isinstance(holder, CellType):
-            return not ran.may_have_stored(place, is_item=False)
+            return not self._record.has_written(change.location)
         if id(holder) not in self._containers:
             is_attribute = isinstance(key, str) and id(holder) not in self._of_modules
-            return is_attribute and not ran.may_have_stored(place, is_item=False)
+            return is_attribute and not self._record.has_written(change.location)
         is_known = isinstance(holder, list | dict | set | deque) and not hasattr(type(holder), "__missing__")
-        return is_known and not ran.may_have_filled(holder)
+        return is_known and not self._record.has_written(change.location)
 
     def is_written_over(self, change: Change) -> bool:
         """Whether a plain number stands where the step counts on a number that a graph reads."""
         is_plain = _stands_for_number(change.before) and not _is_of_trace(change.after)
-        is_item = id(change.location.holder) in self._containers
-        may_be = is_plain and self._ran.may_have_stored(change.location, is_item=is_item)
-        return may_be and self._ran.only_counts(change.location)
+        may_be = is_plain and self._record.has_written(change.location)
+        return may_be and not self._record.has_put_plain(change.location)
 
     def others(self) -> list[Change]:
         """What other threads have changed."""
@@ -212,10 +211,6 @@ class Snapshot:
                 entries = copy.items() if isinstance(copy, dict) else enumerate(copy)
                 places += [Location(holder, key, name) for key, value in entries if value is held]
         return [*dict.fromkeys(places)]
-
-    def is_item(self, place: Location) -> bool:
-        """Whether a place is an item of a container, and neither an attribute nor a variable."""
-        return id(place.holder) in self._containers
 
     def disturbed(self, used: Found, unread: Container[Location]) -> Location | None:
         """A place of what a step uses where another thread has put something since this was made, if there is one.

@@ -14,7 +14,7 @@ from millstream.capture.effects.expressions import text_of
 from millstream.capture.guards import native, shadow
 from millstream.capture.guards.derive import expect_of_arguments, make_guards
 from millstream.capture.guards.recheck import listing_of
-from millstream.capture.state.code import stores_of
+from millstream.capture.state.code import counted_in
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import name_of, others_may_write
 from millstream.capture.state.lift import Lifted, device_of, find_host_scalars, lift
@@ -323,7 +323,7 @@ def _device_scalar(entry: Lifted, device: torch.device) -> DeviceScalar:
 
 def _counters(found: Found) -> Iterator[Location]:
     """Places of numbers that code may change by ``+=`` and the like."""
-    names = {name for code in found.codes for name in stores_of(code).counted}
+    names = {name for code in found.codes for name in counted_in(code)}
     own = {*map(id, _holders_of_optimizers(found))}
     places = [location for location in found.links if id(location.holder) not in own]
     for prefix, root in found.modules:

@@ -10,10 +10,10 @@ from torch import Tensor
 from millstream.capture.effects.expressions import Always
 from millstream.capture.effects.program import Extend, Output, Write
 from millstream.capture.effects.recorder import Recorder
-from millstream.capture.state.code import attributes_of
+from millstream.capture.record.recorder import NothingRecorded
+from millstream.capture.record.recorder import Recorder as Reads
 from millstream.capture.state.discover import Found
-from millstream.capture.state.executed import Ran, name_of, others_may_write
-from millstream.capture.state.growth import is_only_grown
+from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import SCALARS, is_same
 from millstream.capture.state.snapshot import Change, Kind, Snapshot, is_type_of_tracing
@@ -43,7 +43,7 @@ class Changes:
         questions: What the step asks of its numbers.
         recorder: Has the list of what is done after a replay, to which writes are added.
         snapshot: What was there.
-        ran: What has run of the step.
+        record: What the step reads and writes.
         numbers: Those of the request, as they were.
         taken: Where a number was another thread's when the step counted on it.
         written: The latest write to each place, as far as it is among the effects.
@@ -56,7 +56,7 @@ class Changes:
     questions: Questions
     recorder: Recorder
     snapshot: Snapshot
-    ran: Ran
+    record: Reads | NothingRecorded
     numbers: list[Any]
     taken: list[Location] = field(default_factory=list)
     written: dict[Location, Change] = field(default_factory=dict)
@@ -64,25 +64,9 @@ class Changes:
     grown: dict[int, int] = field(default_factory=dict)
     appended: dict[int, int] = field(default_factory=dict)
 
-    def note_unread(self, met: set[str]) -> None:
-        """Note that the step has read by name only what stands in ``met``, of what other threads have written before.
-
-        That concerns attributes and variables: items are found by keys that need not stand in code, as are attributes
-        by names that code computes.
-        """
-        computed = self._computed()
-        self.unread = {
-            place
-            for place in self.request.disturbed
-            if str(name_of(place)) not in met
-            and id(place.holder) not in computed
-            and id(getattr(place.holder, "_owner", None)) not in self.ran.computed
-            and not self.snapshot.is_item(place)
-        }
-
-    def _computed(self) -> set[int]:
-        """By id, attributes that may have been read by names that code computes, in the form of dicts."""
-        return {id(held) for value in self.ran.computed.values() for held in attributes_of(value)}
+    def note_unread(self) -> None:
+        """Note where the step has read nothing, of the places that other threads have written before."""
+        self.unread = {place for place in self.request.disturbed if not self.record.has_read(place)}
 
     def numbers_missing(self) -> list[Location]:
         """Places of numbers that the step has changed so far, and that the request does not have."""
@@ -115,7 +99,7 @@ class Changes:
             elif self._is_growth(change):
                 pass  # it is among the effects
             elif is_users and change.before is MISSING and type(after) in (dict, list):
-                raise FirstChange(_side_effect(change, self.ran.where_stored(change.location)))
+                raise FirstChange(_side_effect(change, self.record.where_written(change.location)))
             elif id(before) in given and not is_users and fits(after, before):
                 copies.append((before, after))
             elif change.kind is Kind.STATE:
@@ -123,7 +107,7 @@ class Changes:
             elif change.kind is Kind.GROUP:
                 raise CaptureError(
                     f"The step changes {change.location}.",
-                    where=self.ran.where_stored(change.location),
+                    where=self.record.where_written(change.location),
                     remedy="Change it outside of the step.",
                 )
             elif is_traced(after) and change.is_entry and not is_type_of_tracing(change.location.key):
@@ -133,7 +117,7 @@ class Changes:
             elif change.kind is not Kind.SCALER and not (
                 change.kind is Kind.OPTIMIZER and change.location.key in _NOTES
             ):
-                raise _side_effect(change, self.ran.where_stored(change.location))
+                raise _side_effect(change, self.record.where_written(change.location))
         self._check_numbers(counted)
         if not settled <= self.request.settled:
             self.request.settled |= settled
@@ -177,7 +161,7 @@ class Changes:
             return False
         if not all(map(_can_be_made_again, new)):
             return False
-        return is_only_grown(after, self.snapshot, self.ran, {*self._computed(), *self.ran.computed})
+        return not self.record.has_looked_into(after)
 
     def _output_of(self, value: Any) -> Output:
         return self.recorder.host_output(value) if is_known_later(value) else Output("object", value=value)

@@ -69,7 +69,7 @@ from millstream.capture.lines import (
     stops_in_debugger,
     told,
 )
-from millstream.capture.record.recorder import Recorder
+from millstream.capture.record.recorder import NothingRecorded, Recorder
 from millstream.capture.record.shadow import Difference, is_shadow, make_recorder, recorded, until_operators
 from millstream.capture.state.code import attributes_of, compares_types
 from millstream.capture.state.contents import without_cache
@@ -78,7 +78,6 @@ from millstream.capture.state.executed import (
     CodeWatch,
     Ran,
     is_of_library_in_step,
-    name_of,
     others_may_write,
     record_module_reads,
     stand_in,
@@ -92,7 +91,6 @@ from millstream.capture.state.lift import (
     lift,
     why_not_lifted,
 )
-from millstream.capture.state.loads import Loads
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.others import stand_for, stand_in_for
 from millstream.capture.state.signature import (
@@ -401,8 +399,9 @@ class _Tracer:
                 unchecked_distributions(),
                 traceable([optimizer for _, optimizer in request.found.optimizers]) as spared,
             ):
-                self.snapshot = Snapshot(request.found, self.ran)
-                self.changes = Changes(request, self.questions, self.recorder, self.snapshot, self.ran, self.numbers)
+                seen = self.record or NothingRecorded()
+                self.snapshot = Snapshot(request.found, seen)
+                self.changes = Changes(request, self.questions, self.recorder, self.snapshot, seen, self.numbers)
                 self.leaving = Leaving(request, self.recorder, self._report)
                 cached = request.found.cached
                 self.caches = CachesUnfilled(cached, lambda name: self._report(StateMissing(f"{name}'s cache")))
@@ -466,7 +465,6 @@ class _Tracer:
             if self.record is not None:
                 self.record.given = self.recorder.given
             cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
-            loads = Loads({str(name_of(place)) for place in self.request.disturbed})
             watch = CodeWatch(
                 self.ran,
                 self._on_code,
@@ -483,13 +481,13 @@ class _Tracer:
             )
             converting = self.conversions.seen(self.kind) if self.request.converts else contextlib.nullcontext()
             # In this order: to the watch, a tracer that the step sets is a debugger.
-            with self.clocks.recorded(), converting, loads, watch, recorded(self.record):
+            with self.clocks.recorded(), converting, watch, recorded(self.record):
                 result = self.request.function(*args, **kwargs)
             self.questions.return_borrowed()
             self.differences = compare_writes(self.record, self.snapshot.changes) if is_shadow() else []
             if not watch.is_whole:
                 raise watch.failure or _switches_profiler()
-            self.changes.note_unread(loads.met)
+            self.changes.note_unread()
             self._check_arguments(given, structure)
             return result
 

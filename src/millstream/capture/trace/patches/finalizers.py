@@ -1,4 +1,4 @@
-"""Finalizers that Python's collector calls are no part of a step: what they belong to has died before, or elsewhere."""
+"""What Python's collector calls is no part of a step: callbacks, and finalizers of what died before, or elsewhere."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ def finalizers_apart(recorder: Recorder) -> Iterator[None]:
     """
     thread, apart = get_ident(), ExitStack()
 
-    def note(phase: str, _: dict[str, int]) -> None:
-        if get_ident() != thread:
-            return
-        if phase == "stop":
-            apart.close()
-        else:
+    def starts(phase: str, _: dict[str, int]) -> None:
+        if phase == "start" and get_ident() == thread:
             apart.enter_context(recorder.active(is_on=False))
             apart.enter_context(DisableTorchFunction())
             apart.enter_context(real_tensors())
 
-    gc.callbacks.append(note)
+    def stops(phase: str, _: dict[str, int]) -> None:
+        if phase == "stop" and get_ident() == thread:
+            apart.close()
+
+    gc.callbacks.append(stops)
+    gc.callbacks.insert(0, starts)  # before and after those of others
     try:
         yield
     finally:
-        gc.callbacks.remove(note)
+        gc.callbacks.remove(starts)
+        gc.callbacks.remove(stops)
