@@ -30,6 +30,7 @@ from torch import nn
 from millstream.capture.record import session
 from millstream.capture.record.reads import MISSING, Kind
 from millstream.capture.record.recorder import Recorder
+from millstream.capture.state.location import Location
 
 pytestmark = pytest.mark.skipif(bool(session.why_not()), reason=session.why_not() or "it can be recorded")
 ITEM, SLOT, CLASS, CELL = Kind.ITEM, Kind.SLOT, Kind.CLASS, Kind.CELL
@@ -513,3 +514,23 @@ def test_what_the_collector_calls_is_none_of_it():
     assert counts["n"] >= 2
     assert not any(each.holder is counts for each in (*recorded.reads, *recorded.writes))
     assert any(each.holder is box for each in recorded.reads)
+
+
+def test_what_threads_of_the_steps_do_is_not_known():
+    box = {"v": 1}
+
+    def change():
+        box["v"] = 2
+
+    def function(*, beside):
+        if beside:
+            thread = threading.Thread(target=change)
+            thread.start()
+            thread.join()
+
+    place = Location(box, "v", "box['v']")
+    for beside in (False, True):
+        recorded = record(functools.partial(function, beside=beside))
+        assert recorded.has_written(place) is beside
+        assert recorded.has_read(place) is beside
+        assert recorded.has_looked_into(box) is beside

@@ -14,6 +14,7 @@ import functools
 import gc
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import CellType, CodeType, FrameType, FunctionType, MethodType, WrapperDescriptorType
@@ -69,7 +70,8 @@ class Recorder:
     """
 
     def __init__(self, is_followed: Callable[[str], bool], roots: Iterable[Any] = ()) -> None:
-        self._session = Session(self._see, lambda code: is_followed(code.co_filename))
+        self._is_followed, self._starts_threads = is_followed, False
+        self._session = Session(self._see, self._follows)
         self._new: set[int] = set()  # by id, objects that the step has made, and that the collector knows
         self._before: set[int] = set()  # by id, others that were there before
         self._roots = [*roots]
@@ -110,22 +112,27 @@ class Recorder:
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_blind(self) -> bool:
+        """Whether nobody knows what was not read and not written, as other threads of the step's did it."""
+        return bool(self.failure) or self._starts_threads
+
     def has_read(self, place: Location) -> bool:
         """Whether what is there was read before the step wrote it itself, alone or with all that its holder has."""
-        return bool(self.failure) or any(each in self._reads for each in _places_of(place))
+        return self._is_blind or any(each in self._reads for each in _places_of(place))
 
     def has_looked_into(self, container: Any) -> bool:
         """Whether anything was read of a container, be it what the step had put there."""
-        return bool(self.failure) or id(container) in self._looked_into
+        return self._is_blind or id(container) in self._looked_into
 
     def has_written(self, place: Location) -> bool:
         """Whether the step has put something there, or filled the holder; of a whole container, anything in it."""
         is_whole = place.key is None and id(place.holder) in self._written_into
-        return bool(self.failure) or is_whole or any(each in self._writes for each in _places_of(place))
+        return self._is_blind or is_whole or any(each in self._writes for each in _places_of(place))
 
     def has_put_plain(self, place: Location) -> bool:
         """Whether the step has put something else there than numbers that stand for others."""
-        return bool(self.failure) or any(each in self._plain for each in _places_of(place))
+        return self._is_blind or any(each in self._plain for each in _places_of(place))
 
     def where_written(self, place: Location) -> str:
         """``file:line`` of the user's own that wrote there first; empty where there is none."""
@@ -183,6 +190,10 @@ class Recorder:
         self._origins = {at: read for at, read in self._origins.items() if id(read) in kept}
         for each in (self._roots, self._dicts, self._in_classes, self._touched, self._filled, self._new, self._before):
             each.clear()
+
+    def _follows(self, code: CodeType) -> bool:
+        self._starts_threads |= code is threading.Thread.start.__code__
+        return self._is_followed(code.co_filename)
 
     # --- what is kept -------------------------------------------------------------------------------------------------
 
