@@ -22,6 +22,7 @@ from typing import Any
 from millstream._torch.tracing import attributes_here, graph_being_traced
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import is_users_own
+from millstream.capture.state.executed import is_collectors
 from millstream.capture.state.impure import asking_of
 
 CLOCKS = frozenset(
@@ -65,7 +66,8 @@ class Clocks:
         @functools.wraps(clock)
         def read() -> Any:
             frame = sys._getframe(1)
-            if threading.get_ident() != thread or not self._recorder.is_active:
+            is_own = threading.get_ident() == thread and self._recorder.is_active
+            if not is_own or is_collectors(frame):
                 return clock()
             if is_users_own(frame.f_code.co_filename):
                 self._positions.append(_num_nodes())

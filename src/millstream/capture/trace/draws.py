@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ import torch
 
 from millstream.capture.effects.expressions import Apply, Draw, Expression, computes_the_same
 from millstream.capture.lines import raise_refusal
-from millstream.capture.state.executed import unwatched
+from millstream.capture.state.executed import is_collectors, unwatched
 from millstream.capture.state.generators import GENERATORS, StandsForGenerator, copy_of
 from millstream.capture.trace.arithmetic import evaluate, expression_of, scalars_in
 from millstream.capture.trace.scalars import GraphScalar, Questions, is_known_later, is_number, is_scalar, is_tensor
@@ -85,7 +86,7 @@ class Draws:
             return self._reading(getattr(generator, name), label)
 
         def draw(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_of_thread:  # somebody has kept this function
+            if not self.is_of_thread or is_collectors(sys._getframe(1)):  # or somebody has kept this function
                 return getattr(generator, name)(*args, **kwargs)
             operands = [*args, *kwargs.values()]
             if name in _CHANGING or not all(map(_is_known, operands)):
