@@ -120,6 +120,10 @@ class LoweredForSizes:
         return Lowered(self.program.at(sizes), self.phase, self.visible, self.seconds)
 
 
+MOST_ON_ONE_THREAD = 1 << 15
+"""Elements of the largest tensor of a body: below, kernels that run again and again wait for threads more than they
+compute."""
+
 #: Turns a lowered program into what PyTorch calls with the list of inputs.
 Finish = Callable[[Lowered | LoweredForSizes], Callable[[list[Any]], Sequence[Any]]]
 
@@ -426,6 +430,9 @@ def _lower_body(
     # their positions, and is told the strides of its results.
     with torch._guards.tracing(torch._guards.TracingContext(detect_fake_mode(inputs))):
         own = {**kwargs, "static_input_idxs": []}
+        sizes = [node.meta["val"].numel() for node in body.graph.nodes if hasattr(node.meta.get("val"), "numel")]
+        if max(sizes, default=0) <= MOST_ON_ONE_THREAD:
+            options = {"cpp.threads": 1, **options}
         lowered = _lower(body, inputs, own, f"{name}.body", Phase.STEP, frozenset(), options)
     if isinstance(lowered, LoweredForSizes):
         raise LoweringError("Control flow inside a graph has no kernel graph where sizes change.", construct=name)
