@@ -41,6 +41,7 @@ struct Recording {
   PyObject* handler;  // told of a site, once for each set of operands
   PyObject* tensor;   // a class whose objects are not kept alive, and so told of each time
   PyObject* null;     // stands for entries of the stack that hold nothing
+  PyObject* disable;  // answers sys.monitoring that an instruction is of no interest
   std::unordered_map<PyObject*, Plan> plans;
   std::unordered_set<std::string> met;
   std::vector<PyObject*> kept;  // no other object takes the place of one in ``met``
@@ -227,7 +228,7 @@ void uninstall(Recording*) {}
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// plan, handler, tensor class, stand-in for nothing
+// plan, handler, tensor class, stand-in for nothing, answer that an instruction is of no interest
 EXPORT PyObject* millstream_record_begin(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   if (recording != nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "Something is being recorded already.");
@@ -239,6 +240,7 @@ EXPORT PyObject* millstream_record_begin(PyObject*, PyObject* const* arguments, 
   self->handler = Py_NewRef(arguments[1]);
   self->tensor = Py_NewRef(arguments[2]);
   self->null = Py_NewRef(arguments[3]);
+  self->disable = Py_NewRef(arguments[4]);
 #if PY_VERSION_HEX < 0x030C0000
   self->outer = self->thread->c_tracefunc;
   self->outer_object = self->thread->c_traceobj;
@@ -264,6 +266,7 @@ EXPORT PyObject* millstream_record_end(PyObject*, PyObject* const*, Py_ssize_t) 
   Py_DECREF(self->handler);
   Py_DECREF(self->tensor);
   Py_DECREF(self->null);
+  Py_DECREF(self->disable);
   Py_XDECREF(self->outer_object);
   PyObject* result = Py_BuildValue("OO", self->failure == nullptr ? Py_None : self->failure,
                                    self->is_replaced ? Py_True : Py_False);
@@ -321,9 +324,18 @@ EXPORT PyObject* millstream_record_begins(PyObject*, PyObject* const* arguments,
   Py_RETURN_NONE;
 }
 
-// code, offset: before an instruction
+// code, offset: before an instruction; of one that is no site nobody is told again, in no thread
 EXPORT PyObject* millstream_record_instruction(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   Recording* self = recording;
+  if (self == nullptr) Py_RETURN_NONE;
+  auto found = self->plans.find(arguments[0]);
+  if (found != self->plans.end() && found->second.made != nullptr) {
+    Py_ssize_t index = PyLong_AsSsize_t(arguments[1]) / 2;
+    const Unit* units = reinterpret_cast<const Unit*>(PyBytes_AS_STRING(found->second.units));
+    if (index >= 0 && index < found->second.num_units && !(units[index].flags & IS_SITE)) {
+      return Py_NewRef(self->disable);
+    }
+  }
   if (self != nullptr && PyThreadState_Get() == self->thread && self->num_pauses == 0 && self->failure == nullptr) {
     PyFrameObject* frame = PyEval_GetFrame();
     Py_ssize_t offset = PyLong_AsSsize_t(arguments[1]);

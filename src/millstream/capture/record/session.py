@@ -60,7 +60,7 @@ class Session:
         if sys.version_info >= (3, 12) and not self._take_tool(library):
             self.failure = "other tools have all numbers of sys.monitoring"
             return self
-        library["begin"](self._plan, self._handler, Tensor, NULL)
+        library["begin"](self._plan, self._handler, Tensor, NULL, _disable())
         starts, stops = self._of_collector  # made before, as to make one may start a collection
         gc.callbacks.append(stops)
         gc.callbacks.insert(0, starts)
@@ -137,6 +137,10 @@ def _plan_of(code: CodeType) -> tuple[bytes, dict[int, Site]]:
 
 def _monitoring() -> Any:
     return sys.monitoring  # type: ignore[attr-defined]  from Python 3.12 on
+
+
+def _disable() -> Any:
+    return _monitoring().DISABLE if sys.version_info >= (3, 12) else None
 
 
 @functools.cache
