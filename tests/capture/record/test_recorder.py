@@ -534,3 +534,23 @@ def test_what_threads_of_the_steps_do_is_not_known():
         assert recorded.has_written(place) is beside
         assert recorded.has_read(place) is beside
         assert recorded.has_looked_into(box) is beside
+
+
+def test_code_that_began_in_a_pause_or_an_earlier_recording_is_seen():
+    box = {"v": 1}
+
+    def read():
+        return box["v"]
+
+    def function(recorder):
+        with recorder.paused():
+            read()
+            textwrap.dedent("")  # of no interest
+        return read()
+
+    for _ in range(3):
+        recorder = Recorder(lambda filename: filename == __file__)
+        with recorder.recording():
+            function(recorder)
+        assert [each.key for each in recorder.reads if each.holder is box] == ["v"]
+        assert textwrap.dedent.__code__ not in recorder.codes

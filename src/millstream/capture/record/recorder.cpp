@@ -41,6 +41,8 @@ struct Recording {
   PyObject* handler;  // told of a site, once for each set of operands
   PyObject* tensor;   // a class whose objects are not kept alive, and so told of each time
   PyObject* null;     // stands for entries of the stack that hold nothing
+  PyObject* follows;  // asked whether some code counts, once
+  std::unordered_set<PyObject*> followed;  // code that has begun in a pause, and counts
   PyObject* disable;  // answers sys.monitoring that an instruction is of no interest
   std::unordered_map<PyObject*, Plan> plans;
   std::unordered_set<std::string> met;
@@ -241,6 +243,7 @@ EXPORT PyObject* millstream_record_begin(PyObject*, PyObject* const* arguments, 
   self->tensor = Py_NewRef(arguments[2]);
   self->null = Py_NewRef(arguments[3]);
   self->disable = Py_NewRef(arguments[4]);
+  self->follows = Py_NewRef(arguments[5]);
 #if PY_VERSION_HEX < 0x030C0000
   self->outer = self->thread->c_tracefunc;
   self->outer_object = self->thread->c_traceobj;
@@ -267,6 +270,8 @@ EXPORT PyObject* millstream_record_end(PyObject*, PyObject* const*, Py_ssize_t) 
   Py_DECREF(self->tensor);
   Py_DECREF(self->null);
   Py_DECREF(self->disable);
+  Py_DECREF(self->follows);
+  for (PyObject* code : self->followed) Py_DECREF(code);
   Py_XDECREF(self->outer_object);
   PyObject* result = Py_BuildValue("OO", self->failure == nullptr ? Py_None : self->failure,
                                    self->is_replaced ? Py_True : Py_False);
@@ -315,13 +320,32 @@ EXPORT PyObject* millstream_record_unseen(PyObject* self, PyObject* const* argum
   return result;
 }
 
-// code, offset: what sys.monitoring says when code begins or goes on, from Python 3.12 on
+// code, offset: what sys.monitoring says when code begins or goes on, from Python 3.12 on; of code that is planned, or of
+// no interest, nobody is told again until the next recording
 EXPORT PyObject* millstream_record_begins(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   Recording* self = recording;
-  if (self != nullptr && PyThreadState_Get() == self->thread && self->num_pauses == 0 && self->failure == nullptr) {
-    plan_of(self, arguments[0]);
+  if (self == nullptr || PyThreadState_Get() != self->thread || self->failure != nullptr) Py_RETURN_NONE;
+  PyObject* code = arguments[0];
+  if (self->plans.count(code)) return Py_NewRef(self->disable);
+  if (self->num_pauses == 0) {
+    plan_of(self, code);
+    return Py_NewRef(self->failure == nullptr ? self->disable : Py_None);
   }
-  Py_RETURN_NONE;
+  if (self->followed.count(code)) Py_RETURN_NONE;  // it may yet begin where it counts
+  PyObject* is_followed = PyObject_CallOneArg(self->follows, code);
+  if (is_followed == nullptr) {
+    fail(self);
+    Py_RETURN_NONE;
+  }
+  bool counts = PyObject_IsTrue(is_followed) == 1;
+  Py_DECREF(is_followed);
+  Py_INCREF(code);
+  if (counts) {
+    self->followed.insert(code);
+    Py_RETURN_NONE;
+  }
+  self->plans.emplace(code, Plan{});
+  return Py_NewRef(self->disable);
 }
 
 // code, offset: before an instruction; of one that is no site nobody is told again, in no thread

@@ -60,11 +60,12 @@ class Session:
         if sys.version_info >= (3, 12) and not self._take_tool(library):
             self.failure = "other tools have all numbers of sys.monitoring"
             return self
-        library["begin"](self._plan, self._handler, Tensor, NULL, _disable())
+        library["begin"](self._plan, self._handler, Tensor, NULL, _disable(), self._is_followed)
         starts, stops = self._of_collector  # made before, as to make one may start a collection
         gc.callbacks.append(stops)
         gc.callbacks.insert(0, starts)
         if self._tool is not None:
+            _monitoring().restart_events()  # of code that was of no interest by then
             events = _monitoring().events
             _monitoring().set_events(self._tool, events.PY_START | events.PY_RESUME)
         return self
