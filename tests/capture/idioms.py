@@ -113,11 +113,7 @@ def _(w):
     return step, lambda: (losses, history["loss"])
 
 
-@warned(
-    '`history.setdefault("loss", []).append(loss.item())`',
-    "changes history['loss']",
-    '`history = defaultdict(list)`, and `history["loss"].append(...)`',
-)
+@captured('`history.setdefault("loss", []).append(loss.item())`')
 def _(w):
     history = defaultdict(list, loss=[])
 
@@ -126,12 +122,7 @@ def _(w):
         history.setdefault("loss", []).append(float(loss.detach()))
         return loss
 
-    def follow(x):
-        loss = w.train(x)
-        history["loss"].append(float(loss.detach()))
-        return loss
-
-    return step, follow, lambda: history["loss"]
+    return step, lambda: history["loss"]
 
 
 @captured("`total += loss.item() * x.size(0)`, `count += len(x)`, and their quotient")
