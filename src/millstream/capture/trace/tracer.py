@@ -156,6 +156,7 @@ from millstream.passes.cleanup import (
     written_storages,
 )
 from millstream.passes.selecting import DifferentWays, merge_ways, results_of, set_results
+from millstream.room import with_room
 from millstream.signals import signals_wait
 
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
@@ -179,7 +180,7 @@ def trace_step(request: Request) -> Traced:
     """
     tracer = _Tracer(request)
     try:
-        traced = tracer.trace()
+        traced: Traced = with_room(tracer.trace)
         tracer.check_conversions()
         return traced
     except Exception as error:
