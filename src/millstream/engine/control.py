@@ -17,7 +17,7 @@ from millstream.check import check_plan
 from millstream.engine.arena import bind_arena
 from millstream.engine.checked import wanted_check
 from millstream.locks import ForkSafeLock
-from millstream.lower.control import Body, Control, Flow
+from millstream.lower.control_flow import Body, Control, Flow
 from millstream.lower.program import Layout
 from millstream.schedule import assign_offsets, plan_serial
 

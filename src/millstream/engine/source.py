@@ -36,7 +36,7 @@ from millstream.device import DeviceContext, Event
 from millstream.engine.control import prepare
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
-from millstream.lower.control import Control
+from millstream.lower.control_flow import Control
 from millstream.lower.program import Call, Program, Value
 from millstream.lower.symbolic import Named
 

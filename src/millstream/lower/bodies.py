@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.tracing import is_higher_order
 from millstream.errors import LoweringError
-from millstream.lower.control import CONTROL, Body, Control, Flow, register
+from millstream.lower.control_flow import CONTROL, Body, Control, Flow, register
 from millstream.lower.program import Layout, Program, Value
 from millstream.lower.translate import source_line
 

@@ -29,7 +29,7 @@ from millstream._torch.compiler.symbols import NUMBERS, simplified, without_guar
 from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
-from millstream.lower.control import CONTROL, control_of
+from millstream.lower.control_flow import CONTROL, control_of
 from millstream.lower.convolutions.writers import arguments_of, convolve_relu, find_epilogue, find_join, find_writer
 from millstream.lower.inductor.fx_wrapper import GeneratedKernel, checks_indices
 from millstream.lower.operators import (

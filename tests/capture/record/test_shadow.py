@@ -16,7 +16,7 @@ from millstream.capture.guards import shadow
 from millstream.capture.guards.guards import Guards
 from millstream.capture.record import session
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.record.shadow import make_recorder
+from millstream.capture.record.scope import make_recorder
 from millstream.capture.trace.modes import FunctionWatch
 from tests.capture.guards.programs import frozen, programs, run
 from tests.capture.guards.test_random_programs import FUZZ, SEED, SHARD
@@ -126,7 +126,7 @@ def test_off_nothing_is_there(monkeypatch):
         return x * (2 if FunctionWatch.__torch_function__ is handler else 3)
 
     assert Step(step, build=interpret, strict=True)(torch.ones(2)).tolist() == [2, 2]
-    assert make_recorder(step, ()) is None
+    assert make_recorder(step, ()).failure == "it is switched off"
 
 
 @pytest.mark.parametrize("key", ["SCALE", "names", "smoothing", "table"])

@@ -29,17 +29,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from millstream._torch.hooks import HOOKS_FOR_ALL
 from millstream.capture.guards.guards import Guards
 from millstream.capture.lines import is_users
-from millstream.capture.record.places import identity_of, place_of
-from millstream.capture.record.reads import MISSING, Kind, Read
+from millstream.capture.record.reads import MISSING, Kind, Read, behind
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.code import is_users_module
 from millstream.capture.state.contents import is_container
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.location import MISSING as NOTHING
 from millstream.capture.state.location import (
+    Attributes,
     ClassAttributes,
     Items,
     Location,
+    SequenceItems,
     Shared,
     SlotAttributes,
 )
@@ -53,7 +54,7 @@ MAX_PATH = 8
 def add_recorded(guards: Guards, request: Request, traced: Traced) -> None:
     """Expect what was read to be as it was, where no other condition says so."""
     record = traced.record
-    if record is None or record.failure:
+    if record.failure:
         return
     for read in unguarded(record, request, guards):
         is_as_read = read.kind in _TIMELESS or is_same(read.now(), read.value)
@@ -88,33 +89,27 @@ class _Adding:
             guards.expect_form(place or Location([holder], 0, name), whole_form_of)
         elif read.kind is Kind.TYPE or read.kind is Kind.CODE:
             guards.pin(holder)
-        elif read.kind is Kind.LENGTH:
+        elif read.kind in (Kind.LENGTH, Kind.CONTENTS):
             if is_container(holder):
-                guards.measure(name, holder)
-        elif read.kind is Kind.CONTENTS:
-            if is_container(holder):
-                self._add_contents(name)
+                guards.measure(name, holder, is_ordered=read.kind is Kind.CONTENTS)
+                self._add_items(name)
         elif (place := location_of(read, self._record)) is not None:
-            self._add_entry(place)
+            self._expect(place, NOTHING if read.value is MISSING else read.value)
 
-    def _add_entry(self, place: Location) -> None:
-        if isinstance(self._read.value, Tensor):  # the graph does not read it, or it would be covered
+    def _expect(self, place: Location, value: Any) -> None:
+        if isinstance(value, Tensor):  # the graph does not read it, or it would be covered
             self._guards.expect_form(place, kind_of)
         else:
-            self._guards.expect(place, NOTHING if self._read.value is MISSING else self._read.value)
+            self._guards.expect(place, value)
 
-    def _add_contents(self, name: str) -> None:
+    def _add_items(self, name: str) -> None:
         holder = self._read.holder
-        self._guards.measure(name, holder, is_ordered=True)
-        if isinstance(holder, list | dict) and len(holder) <= MAX_ITEMS:
+        if self._read.kind is Kind.CONTENTS and isinstance(holder, list | dict) and len(holder) <= MAX_ITEMS:
             keys = dict.keys(holder) if isinstance(holder, dict) else range(len(holder))
             for key in [*keys]:
                 value = dict.get(holder, key) if isinstance(holder, dict) else list.__getitem__(holder, key)
                 place = Location(_items_of(holder), key, f"{name}[{key!r}]" if type(key) in (int, str) else name)
-                if isinstance(value, Tensor):
-                    self._guards.expect_form(place, kind_of)
-                else:
-                    self._guards.expect(place, value)
+                self._expect(place, value)
 
 
 def location_of(read: Read, record: Recorder) -> Location | None:
@@ -150,19 +145,34 @@ def path_of(read: Read, record: Recorder) -> str:
             parts.append(str(key))
             break
         if each.kind is Kind.CODE or each.kind is Kind.CLASS:
-            owner = holder.__qualname__
-            parts.append(owner if each.kind is Kind.CODE else f"{owner}.{key}")
+            parts.append(holder.__qualname__ if each.kind is Kind.CODE else f"{holder.__qualname__}.{key}")
             break
         if each.kind is Kind.ITEM and each.owner is holder:
             parts.append(f"[{key!r}]" if type(key) in (int, str, float, bool) else f"[<{type(key).__name__}>]")
         elif isinstance(key, str):
             parts.append(f".{key}")
-        owner = holder if each.owner is None else each.owner
-        if (before := record.origin_of(owner)) is each or before is None:
-            parts.append(type(owner).__qualname__)
+        if (before := record.origin_of(each.owner)) is each or before is None:
+            parts.append(type(each.owner).__qualname__)
             break
         each = before
     return "".join(reversed(parts))
+
+
+def place_of(holder: Any, key: Any) -> tuple[Any, ...]:
+    """What tells a place from others; both objects must be kept alive as long as it is used."""
+    is_plain = isinstance(key, str | int | float | bytes)
+    return identity_of(holder), type(key) if is_plain else None, key if is_plain else id(key)
+
+
+def identity_of(holder: Any) -> int:
+    """What tells a holder from others; attributes of a class are told by the dict that they are in."""
+    if isinstance(holder, Items):
+        return id(holder._owner)
+    if isinstance(holder, SequenceItems):
+        return id(holder.location.get())
+    if isinstance(holder, Attributes):
+        return identity_of(holder._owner)
+    return id(behind(vars(holder))) if isinstance(holder, type) else id(behind(holder))
 
 
 class _Covered:

@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream.capture.guards.guards import Guards
-from millstream.capture.guards.recorded import is_of_library, unguarded
+from millstream.capture.guards.recorded import identity_of, is_of_library, place_of, unguarded
 from millstream.capture.lines import is_users
-from millstream.capture.record.places import identity_of, place_of
 from millstream.capture.record.reads import Kind, Read
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.record.shadow import Difference, is_shadow
+from millstream.capture.record.scope import Difference, is_shadow
 from millstream.capture.state import snapshot as state
 from millstream.capture.state.signature import is_same
 from millstream.capture.state.snapshot import Change
@@ -30,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 def report(request: Request, traced: Traced, guards: Guards) -> None:
     """Log the differences of a capture, if it was recorded."""
-    if traced.record is not None and is_shadow():
+    if is_shadow():
         for difference in differences(traced.record, request, traced, guards):
             _log.warning("MILLSTREAM_RECORD: %s", difference)
 
@@ -43,9 +42,9 @@ def differences(record: Recorder, request: Request, traced: Traced, guards: Guar
     return [*(Difference("read, but not guarded", str(read)) for read in unseen), *traced.differences]
 
 
-def compare_writes(record: Recorder | None, changes: Callable[[], list[Change]]) -> list[Difference]:
+def compare_writes(record: Recorder, changes: Callable[[], list[Change]]) -> list[Difference]:
     """Compare what was written with the changes that are found, before they are taken back."""
-    if record is None or record.failure:
+    if record.failure:
         return []
     found = changes()
     places = {place_of(change.location.holder, change.location.key) for change in found}

@@ -320,8 +320,8 @@ EXPORT PyObject* millstream_record_unseen(PyObject* self, PyObject* const* argum
   return result;
 }
 
-// code, offset: what sys.monitoring says when code begins or goes on, from Python 3.12 on; of code that is planned, or of
-// no interest, nobody is told again until the next recording
+// code, offset: what sys.monitoring says when code begins or goes on, from Python 3.12 on; of code that is planned, or
+// of no interest, nobody is told again until the next recording
 EXPORT PyObject* millstream_record_begins(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   Recording* self = recording;
   if (self == nullptr || PyThreadState_Get() != self->thread || self->failure != nullptr) Py_RETURN_NONE;

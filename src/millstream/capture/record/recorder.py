@@ -64,14 +64,15 @@ class Recorder:
     Args:
         is_followed: Whether code in a file counts.
         roots: The function that will run, and its arguments: there before.
+        is_on: Whether anything is recorded.
 
     Attributes:
         given: By id, the containers and objects that the arguments consist of.
     """
 
-    def __init__(self, is_followed: Callable[[str], bool], roots: Iterable[Any] = ()) -> None:
+    def __init__(self, is_followed: Callable[[str], bool], roots: Iterable[Any] = (), *, is_on: bool = True) -> None:
         self._is_followed, self._starts_threads = is_followed, False
-        self._session = Session(self._see, self._follows)
+        self._session = Session(self._see, self._follows, is_on=is_on)
         self._new: set[int] = set()  # by id, objects that the step has made, and that the collector knows
         self._before: set[int] = set()  # by id, others that were there before
         self._roots = [*roots]
@@ -110,7 +111,7 @@ class Recorder:
         """Why not all was recorded; empty if it was."""
         return self._session.failure
 
-    # --- what is asked ------------------------------------------------------------------------------------------------
+    # --- what is asked: where not all was seen, anything may have been read and written -------------------------------
 
     @property
     def _is_blind(self) -> bool:
@@ -148,6 +149,9 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """What this thread runs within the context is recorded; nothing is kept if it fails."""
+        if self.failure:
+            yield
+            return
         is_whole = False
         try:
             with _ids_of_new() as self._new, self._session:
@@ -161,16 +165,9 @@ class Recorder:
         return self._session.paused()
 
     def _forget(self) -> None:
-        for held in (
-            self._reads,
-            self._writes,
-            self._origins,
-            self._roots,
-            self._dicts,
-            self._in_classes,
-            self._filled,
-        ):
-            held.clear()
+        for each in (self._reads, self._writes, self._origins, self._roots, self._dicts, self._in_classes):
+            each.clear()
+        self._filled.clear()
 
     def _settle(self) -> None:
         """Let go of what the step has made, and of what only leads there: nobody else may hold it any more."""
@@ -529,21 +526,3 @@ def _items(mapping: dict[str, Any] | None) -> tuple[tuple[str, Any], ...]:
 
 def _is_users_method(holder: Any, name: str) -> bool:
     return is_a(find_in_class(type(holder), name)[1], FunctionType)
-
-
-class NothingRecorded:
-    """Where nothing can be recorded, anything may have been read and written."""
-
-    def has_read(self, place: Location) -> bool:  # noqa: ARG002
-        """Whether it may be so."""
-        return True
-
-    def has_looked_into(self, container: Any) -> bool:  # noqa: ARG002
-        """Whether it may be so."""
-        return True
-
-    has_written = has_put_plain = has_read
-
-    def where_written(self, place: Location) -> str:  # noqa: ARG002
-        """Nobody knows."""
-        return ""

@@ -40,18 +40,19 @@ class Session:
         handler: Called with a site, its code, its place in it, the frame, and the topmost entries of the stack; for one
             site and the same entries once, but if a tensor is among them.
         is_followed: Whether code counts.
+        is_on: Whether anything is to be seen at all.
 
     Attributes:
         codes: Code that has run and that counts, each once.
         failure: Why not all was seen; empty if it was.
     """
 
-    def __init__(self, handler: Handler, is_followed: Callable[[CodeType], bool]) -> None:
+    def __init__(self, handler: Handler, is_followed: Callable[[CodeType], bool], *, is_on: bool = True) -> None:
         self._handler, self._is_followed = handler, is_followed
         self._tool: int | None = None
         self._of_collector = self._collection_starts, self._collection_stops
         self.codes: list[CodeType] = []
-        self.failure = why_not()
+        self.failure = why_not() if is_on else "it is switched off"
 
     def __enter__(self) -> Session:
         library = _library()

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.values import Later, holds_token
-from millstream.capture.record.recorder import NothingRecorded, Recorder
+from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.contents import content_of, has_content, is_bytes, is_comparable, is_container, put_back
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import others_may_write
@@ -58,7 +58,7 @@ class Change:
 class Snapshot:
     """The content of every holder that a step reaches, to compare with and to go back to.
 
-    Other threads may write to the same holders meanwhile. What no code of the step can have written is theirs: it is no
+    Other threads may write to the same holders meanwhile. What the step has not written is theirs: it is no
     change, and stays.
 
     Args:
@@ -66,7 +66,7 @@ class Snapshot:
         record: What it reads and writes.
     """
 
-    def __init__(self, found: Found, record: Recorder | NothingRecorded) -> None:
+    def __init__(self, found: Found, record: Recorder) -> None:
         self._record = record
         self._found: Found | None = None  # what was noted last
         self._noted: dict[str, int] = {}  # how much of it, by kind
@@ -161,19 +161,19 @@ class Snapshot:
         return {change.location: change for change in differences if self._is_of_others(change)}
 
     def _is_of_others(self, change: Change) -> bool:
-        """Whether nothing that has run of the step can have made a change, so that another thread has."""
+        """Whether the step has not made a change, so that another thread has."""
         kind, holder, key = change.kind, change.location.holder, change.location.key
         if kind not in (Kind.PLAIN, Kind.MODULE, Kind.GROUP) or _is_of_trace(change.after):
             return False
         if self.is_written_over(change):
             return True
         if isinstance(holder, CellType):
-            return not self._record.has_written(change.location)
-        if id(holder) not in self._containers:
-            is_attribute = isinstance(key, str) and id(holder) not in self._of_modules
-            return is_attribute and not self._record.has_written(change.location)
-        is_known = isinstance(holder, list | dict | set | deque) and not hasattr(type(holder), "__missing__")
-        return is_known and not self._record.has_written(change.location)
+            is_recorded = True
+        elif id(holder) not in self._containers:
+            is_recorded = isinstance(key, str) and id(holder) not in self._of_modules
+        else:  # of which reading may make items, or not
+            is_recorded = isinstance(holder, list | dict | set | deque) and not hasattr(type(holder), "__missing__")
+        return is_recorded and not self._record.has_written(change.location)
 
     def is_written_over(self, change: Change) -> bool:
         """Whether a plain number stands where the step counts on a number that a graph reads."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from millstream._torch.switches import Settings
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.record.shadow import Difference
+from millstream.capture.record.scope import Difference
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
 from millstream.capture.state.location import Location
@@ -118,10 +118,10 @@ class Traced:
     variables: set[str]  # names of environment variables that it read
     optimizers: list[Optimizer]  # those that stepped
     writes_arguments: bool  # whether the graph writes to an argument
+    record: Recorder  # of what was read and written
     sizes: TracedSizes | None = None  # those of arguments, if some were to be symbols
     num_converted: int = 0  # numbers of the graph that it has got by ``float(number)`` and its like
-    record: Recorder | None = None  # of what was read and written, in shadow mode
-    differences: list[Difference] = field(default_factory=list)  # likewise, from what was found changed
+    differences: list[Difference] = field(default_factory=list)  # of the record from what was found changed
 
 
 # --- instead of that --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from millstream._torch.modes import ambient
 from millstream._torch.operators import FORWARD_AD, innermost_transform
 from millstream._torch.switches import present
 from millstream._torch.tensors import has_shared_memory
-from millstream.capture.effects.drawing import undrawn
+from millstream.capture.effects.drawn import undrawn
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.lines import COMES_TO, claim, in_library, library_in

@@ -10,8 +10,7 @@ from torch import Tensor
 from millstream.capture.effects.expressions import Always
 from millstream.capture.effects.program import Extend, Output, Write
 from millstream.capture.effects.recorder import Recorder
-from millstream.capture.record.recorder import NothingRecorded
-from millstream.capture.record.recorder import Recorder as Reads
+from millstream.capture.record.recorder import Recorder as Record
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.location import MISSING, Location
@@ -56,7 +55,7 @@ class Changes:
     questions: Questions
     recorder: Recorder
     snapshot: Snapshot
-    record: Reads | NothingRecorded
+    record: Record
     numbers: list[Any]
     taken: list[Location] = field(default_factory=list)
     written: dict[Location, Change] = field(default_factory=dict)

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.capture.effects.drawing import Drawing
+from millstream.capture.effects.drawn import Drawing
 from millstream.capture.effects.expressions import (
     FAILURES,
     Always,

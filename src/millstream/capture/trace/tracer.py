@@ -69,8 +69,8 @@ from millstream.capture.lines import (
     stops_in_debugger,
     told,
 )
-from millstream.capture.record.recorder import NothingRecorded, Recorder
-from millstream.capture.record.shadow import Difference, is_shadow, make_recorder, recorded, until_operators
+from millstream.capture.record.recorder import Recorder
+from millstream.capture.record.scope import Difference, is_shadow, make_recorder, until_operators
 from millstream.capture.state.code import attributes_of, compares_types
 from millstream.capture.state.contents import without_cache
 from millstream.capture.state.discover import Found, Search, discover
@@ -135,9 +135,9 @@ from millstream.capture.trace.patches.optimizers import (
     widen_counts,
 )
 from millstream.capture.trace.patches.randomness import RandomState, draws_recorded
-from millstream.capture.trace.places import StandIns
 from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_number, is_scalar
 from millstream.capture.trace.sizes import TracedSizes
+from millstream.capture.trace.stand_ins import StandIns
 from millstream.capture.trace.switches import SwitchWatch
 from millstream.capture.trace.tensors import Leaving, writes_host
 from millstream.capture.trace.twins import Twins, fake_of, is_traced, real_of
@@ -230,7 +230,7 @@ class _Tracer:
     kind: type[FakeTensor] = field(default_factory=lambda: stand_in_for(get_ident()))
     unlifted: dict[int, tuple[str, Tensor]] = field(init=False)
     search: Search | None = None  # for what the step reaches by code that was not seen before
-    record: Recorder | None = None  # of what is read and written, in shadow mode
+    record: Recorder = field(init=False)  # of what is read and written
     differences: list[Difference] = field(default_factory=list)  # likewise, to what was found changed
     new_inputs: NewInputs = field(init=False)
     num_results: int = 0  # of the graph; values of branches come after them
@@ -400,9 +400,8 @@ class _Tracer:
                 unchecked_distributions(),
                 traceable([optimizer for _, optimizer in request.found.optimizers]) as spared,
             ):
-                seen = self.record or NothingRecorded()
-                self.snapshot = Snapshot(request.found, seen)
-                self.changes = Changes(request, self.questions, self.recorder, self.snapshot, seen, self.numbers)
+                self.snapshot = Snapshot(request.found, self.record)
+                self.changes = Changes(request, self.questions, self.recorder, self.snapshot, self.record, self.numbers)
                 self.leaving = Leaving(request, self.recorder, self._report)
                 cached = request.found.cached
                 self.caches = CachesUnfilled(cached, lambda name: self._report(StateMissing(f"{name}'s cache")))
@@ -463,8 +462,7 @@ class _Tracer:
             given = tree_unflatten(structure, self.request.arguments)
             args, kwargs = given
             self.recorder.given = frozenset(_containers(given, self.request.opened))
-            if self.record is not None:
-                self.record.given = self.recorder.given
+            self.record.given = self.recorder.given
             cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
             watch = CodeWatch(
                 self.ran,
@@ -482,7 +480,7 @@ class _Tracer:
             )
             converting = self.conversions.seen(self.kind) if self.request.converts else contextlib.nullcontext()
             # In this order: to the watch, a tracer that the step sets is a debugger.
-            with self.clocks.recorded(), converting, watch, recorded(self.record):
+            with self.clocks.recorded(), converting, watch, self.record.recording():
                 result = self.request.function(*args, **kwargs)
             self.questions.return_borrowed()
             self.differences = compare_writes(self.record, self.snapshot.changes) if is_shadow() else []

@@ -1,6 +1,6 @@
-"""Shadow mode: ``MILLSTREAM_RECORD=shadow`` records what is read and written beside the search that guards come from.
+"""What of a trace is recorded: the code of users and of libraries, down to PyTorch's operators.
 
-Nothing is decided by it: a difference is reported, and is a fault of one of the two.
+``MILLSTREAM_RECORD=shadow`` reports where the record and what else is known of a trace disagree.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,9 @@ class Difference:
         return f"{self.what}: {self.place}"
 
 
-def make_recorder(function: Callable[..., Any], arguments: Iterable[Any]) -> Recorder | None:
-    """What records a trace; ``None`` with ``MILLSTREAM_WITHOUT=records``."""
-    if is_off("records"):
-        return None
-    return Recorder(_is_followed, [function, *arguments])
+def make_recorder(function: Callable[..., Any], arguments: Iterable[Any]) -> Recorder:
+    """What records a trace; nothing with ``MILLSTREAM_WITHOUT=records``."""
+    return Recorder(_is_followed, [function, *arguments], is_on=not is_off("records"))
 
 
 def _is_followed(filename: str) -> bool:
@@ -71,19 +69,14 @@ def is_shadow() -> bool:
     return os.environ.get(VARIABLE, "") == "shadow"
 
 
-def recorded(recorder: Recorder | None) -> Any:
-    """The context in which the step runs."""
-    return nullcontext() if recorder is None else recorder.recording()
-
-
 @contextmanager
-def until_operators(recorder: Recorder | None, functions: type, operators: type) -> Iterator[None]:
+def until_operators(recorder: Recorder, functions: type, operators: type) -> Iterator[None]:
     """What runs below the modes for functions and operators is not recorded: a million instructions.
 
     Operators that are no PyTorch's, and backward passes, lead to code of the user's. PyTorch's C++ code calculates with
     symbolic sizes there, in Python.
     """
-    if recorder is None or recorder.failure:
+    if recorder.failure:
         yield
         return
     with ExitStack() as ends:
