@@ -312,16 +312,6 @@ def _codes_of_collector() -> Iterator[CodeType]:
             yield function.__code__
 
 
-def is_collectors(frame: FrameType | None) -> bool:
-    """Whether a frame runs for Python's collector, which calls the user's functions at whatever moment."""
-    codes = {*_codes_of_collector()}
-    while codes and frame is not None:
-        if frame.f_code in codes:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _is_pytorchs_affair(frame: FrameType) -> bool:
     """Whether code of some library is no part of a step: PyTorch calculates sizes or logs by it."""
     outer, is_logging = frame.f_back, False

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from typing import Any
 from millstream._torch.tracing import attributes_here, graph_being_traced
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import is_users_own
-from millstream.capture.state.executed import is_collectors
 from millstream.capture.state.impure import asking_of
 
 CLOCKS = frozenset(
@@ -61,14 +59,11 @@ class Clocks:
         return self._reader(value) if is_clock else None
 
     def _reader(self, clock: Callable[[], Any]) -> Callable[[], Any]:
-        thread = threading.get_ident()
-
         @functools.wraps(clock)
         def read() -> Any:
-            frame = sys._getframe(1)
-            is_own = threading.get_ident() == thread and self._recorder.is_active
-            if not is_own or is_collectors(frame):
+            if not self._recorder.is_active:  # somebody else asks
                 return clock()
+            frame = sys._getframe(1)
             if is_users_own(frame.f_code.co_filename):
                 self._positions.append(_num_nodes())
                 return self._recorder.time(clock, is_whole=clock.__name__.endswith("_ns"))

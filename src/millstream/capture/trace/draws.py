@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
-import threading
 import types
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_, not_
@@ -22,8 +20,9 @@ import numpy as np
 import torch
 
 from millstream.capture.effects.expressions import Apply, Draw, Expression, computes_the_same
+from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import raise_refusal
-from millstream.capture.state.executed import is_collectors, unwatched
+from millstream.capture.state.executed import unwatched
 from millstream.capture.state.generators import GENERATORS, StandsForGenerator, copy_of
 from millstream.capture.trace.arithmetic import evaluate, expression_of, scalars_in
 from millstream.capture.trace.scalars import GraphScalar, Questions, is_known_later, is_number, is_scalar, is_tensor
@@ -48,6 +47,7 @@ class Draws:
 
     Args:
         questions: Of the trace.
+        recorder: Active as long as the step runs.
         device: Of the graph.
         given: What the first ones are to be; the others are drawn.
         refuse: Told why the step cannot be captured, as the program may catch that.
@@ -56,11 +56,13 @@ class Draws:
     def __init__(
         self,
         questions: Questions,
+        recorder: Recorder,
         device: torch.device,
         given: Sequence[Any],
         refuse: Callable[[CaptureError], object],
     ) -> None:
-        self._questions, self._device, self._given, self._refuse = questions, device, given, refuse
+        self._questions, self._recorder, self._device = questions, recorder, device
+        self._given, self._refuse = given, refuse
         self._copies: dict[int, Any] = {}
         self._forbidden: CaptureError | None = None
 
@@ -86,7 +88,7 @@ class Draws:
             return self._reading(getattr(generator, name), label)
 
         def draw(*args: Any, **kwargs: Any) -> Any:
-            if not self.is_of_thread or is_collectors(sys._getframe(1)):  # or somebody has kept this function
+            if not self.is_asked_by_step:  # somebody else may have kept this function
                 return getattr(generator, name)(*args, **kwargs)
             operands = [*args, *kwargs.values()]
             if name in _CHANGING or not all(map(_is_known, operands)):
@@ -96,9 +98,9 @@ class Draws:
         return draw
 
     @property
-    def is_of_thread(self) -> bool:
+    def is_asked_by_step(self) -> bool:
         """Whether it is the traced program that asks."""
-        return threading.get_ident() == self._questions.thread
+        return self._recorder.is_active
 
     def stand_in(self, name: str, value: Any) -> Any:
         """What is to stand where a step finds a generator or a method of one; ``None`` for all else."""
@@ -111,7 +113,7 @@ class Draws:
     def read(self, generator: Any, name: str, label: str) -> Any:
         """What the program gets for an attribute of a generator."""
         value = getattr(generator, name)
-        if not self.is_of_thread:
+        if not self.is_asked_by_step:
             return value
         if callable(value):
             return self.method(generator, name, label)
@@ -182,7 +184,7 @@ class TracedGenerator(StandsForGenerator):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         generator, draws, place = self._own
-        if draws.is_of_thread:
+        if draws.is_asked_by_step:
             draws.refuse(f"copies {place}")
         return generator.__reduce_ex__(protocol)
 

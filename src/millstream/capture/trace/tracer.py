@@ -265,7 +265,7 @@ class _Tracer:
             )
             self.mode = self.sizes.mode
             self.questions.num_before += sum(map(len, self.sizes.shapes))
-        self.draws = Draws(self.questions, device, request.drawn, self._note_failure)
+        self.draws = Draws(self.questions, self.recorder, device, request.drawn, self._note_failure)
         self.clocks = Clocks(self.recorder, self._on_impure)
         self.stand_ins = StandIns(self.draws.stand_in, self.clocks.stand_in)
 
