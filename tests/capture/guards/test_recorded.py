@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +77,10 @@ def method_of_a_module():
     return lambda x: x * len(list(model.children())), lambda: setattr(model, "children", lambda: [1, 2, 3])
 
 
+def filters_of_warnings():  # which pytest puts back
+    return lambda x: x * len(warnings.filters), lambda: warnings.filters.append(warnings.filters[-1])
+
+
 KINDS = [
     shape_by_a_computed_name,
     item_of_a_long_list,
@@ -85,6 +90,7 @@ KINDS = [
     field_of_a_named_tuple,
     value_of_a_member,
     method_of_a_module,
+    filters_of_warnings,
 ]
 
 
