@@ -63,13 +63,6 @@ def test_the_wrong_order_on_one_stream_is_a_race():
     assert "these run in the wrong order" in str(race)
 
 
-def test_a_copy_takes_its_place_in_the_order_of_the_host():
-    copied = SAFE + ", s0 copy y -> x"
-    check_plan(plan_of(copied))
-    (race,) = find_races(plan_of(copied.replace("s0 wait e1, s0 free t, ", "")))
-    assert (race.buffer, race.first.name, race.second.name) == ("y", "use", "copy")
-
-
 def test_the_caller_comes_before_everything():
     """Stream 1 reads an input without waiting for stream 0: its start is after the start of stream 0."""
     check_plan(plan_of("s1 allocate t, s1 launch 0, s1 allocate y, s1 launch 1, s1 record e0, s0 wait e0"))

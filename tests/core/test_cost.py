@@ -137,6 +137,6 @@ def test_measured_costs_take_the_place_of_calculated_ones():
 
 
 def test_a_kernel_that_does_nothing_takes_no_time_to_speak_of():
-    graph = KernelGraph("idle", (Kernel(0, "nothing", KernelKind.HOST, "cpu", (), ()),), (), ())
+    graph = KernelGraph("idle", (Kernel(0, "nothing", KernelKind.LIBRARY, "cpu", (), ()),), (), ())
     (cost,) = Roofline(DeviceLimits(1e9, 1e9, 1e9, launch_ns=0, wait_ns=0)).estimate(graph).kernels
     assert cost == KernelCost(1, 0.0, 0.0)

@@ -1,6 +1,6 @@
 import pytest
 
-from millstream.graph import Copy, Free, Launch, derive_dependencies, parse_graph, step_storages
+from millstream.graph import Free, Launch, derive_dependencies, parse_graph, step_storages
 from millstream.testing import chain_graph, towers_graph
 
 BUFFERS = """
@@ -62,5 +62,4 @@ def test_ten_thousand_kernels_in_a_row():
 def test_what_each_step_touches():
     graph = parse_graph(f"graph g\ninputs (x, s)\noutputs (y){BUFFERS}  0 fused k cpu (x, v, t) -> (v, y)")
     assert step_storages(graph, Launch(0, 0)) == (("x", "t"), ("t", "y"))
-    assert step_storages(graph, Copy("v", "y", 0)) == (("t",), ("y",))
     assert step_storages(graph, Free("t", 0)) == ((), ())

@@ -10,7 +10,6 @@ from millstream.schedule import (
     POLICIES,
     Assignment,
     assign_chains,
-    assign_exact,
     assign_list,
     assign_offsets,
     assign_slack,
@@ -23,6 +22,7 @@ from millstream.schedule import (
 )
 from millstream.simulate import simulate
 from millstream.testing import (
+    assign_exact,
     blocks_graph,
     chain_graph,
     data_parallel_graph,

@@ -4,10 +4,10 @@ import pytest
 
 from millstream.cost import Costs, KernelCost
 from millstream.errors import ArgumentError, PlanError
-from millstream.graph import Copy, Free, Launch, MemoryLayout, Plan, Record, Span, Timeline, Wait, parse_graph
+from millstream.graph import Free, Launch, MemoryLayout, Plan, Record, Span, Timeline, Wait, parse_graph
 from millstream.schedule import plan_serial
-from millstream.simulate import execute_graph, execute_plan, simulate
-from millstream.testing import chain_graph, drop_step, move_step, towers_graph
+from millstream.simulate import simulate
+from millstream.testing import chain_graph, drop_step, execute_graph, execute_plan, move_step, towers_graph
 
 GRAPH = towers_graph(2, 2)  # kernels 0, 1 and 2, 3
 
@@ -84,12 +84,6 @@ def test_a_kernel_speeds_up_when_the_device_has_room_again():
 def test_the_host_issues_one_launch_after_another():
     timeline = simulate(plan_serial(GRAPH), costs_of(1, 1, 50, 1), issue_ns=10)
     assert [span.start_ns for span in timeline.spans] == [10, 20, 30, 80]
-
-
-def test_copies_take_no_time_but_have_a_place():
-    copied = Plan(GRAPH, (*plan_serial(GRAPH).steps, Copy("tower0_1", "x", 0)))
-    timeline = simulate(copied, costs_of(1, 2, 3, 4))
-    assert timeline.spans[-1] == Span("tower0_1 -> x", 0, 10, 10)
 
 
 def test_an_empty_plan_takes_no_time():

@@ -6,7 +6,6 @@ from millstream.errors import GraphError
 from millstream.graph import (
     Allocate,
     Buffer,
-    Copy,
     Free,
     Kernel,
     KernelGraph,
@@ -67,14 +66,13 @@ steps
   s0  launch    0 mm.out
   s0  record    e0
   s1  wait      e0
-  s1  copy      t -> y
   s0  launch    1 triton_gelu_relu
   s0  free      t
 """
 
 PLAN = Plan(
     GRAPH,
-    (Allocate("t", 0), Launch(0, 0), Record(0, 0), Wait(0, 1), Copy("t", "y", 1), Launch(1, 0), Free("t", 0)),
+    (Allocate("t", 0), Launch(0, 0), Record(0, 0), Wait(0, 1), Launch(1, 0), Free("t", 0)),
     2,
     "list",
 )
@@ -105,7 +103,7 @@ STRANGE_NAMES = (
 def test_any_name_reads_back(name):
     kernel = Kernel(0, name, KernelKind.COPY, name, (name, name), (name,), (name,), 1, 2, (name,), name, module=name)
     graph = KernelGraph(name, (kernel,), (Buffer(name, 1, name, Role.INPUT, name),), (name,), (name,))
-    plan = Plan(graph, (Launch(0, 0), Allocate(name, 0), Free(name, 0), Copy(name, name, 0)), 1, name)
+    plan = Plan(graph, (Launch(0, 0), Allocate(name, 0), Free(name, 0)), 1, name)
     assert parse_graph(format_graph(graph)) == graph
     assert parse_plan(format_plan(plan)) == plan
     assert format_graph(graph).replace("\n", "").isprintable()
@@ -146,9 +144,9 @@ def test_an_arena_reads_back():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("8192", "many", "line 10, column 7: expected the size of the arena, found many"),
-        (" cuda:0", "", "line 10, column 11: expected the device, found the end of the line"),
-        ("4096", "x", "line 11, column 10: expected its offset in the arena, found x"),
+        ("8192", "many", "line 9, column 7: expected the size of the arena, found many"),
+        (" cuda:0", "", "line 9, column 11: expected the device, found the end of the line"),
+        ("4096", "x", "line 10, column 10: expected its offset in the arena, found x"),
         ("0\n", "0 1\n", "expected the end of the line, found 1"),
     ],
 )
@@ -210,7 +208,6 @@ def test_a_bad_graph_text_is_refused_where_it_is_bad(old, new, message):
         ("allocate", "malloc", "line 3, column 7: expected 'launch' or 'record' or .* found malloc"),
         ("mm.out", "addmm", "line 4, column 19: expected mm.out, the name of kernel 0 in the graph below, found addmm"),
         ("record    e0", "record    0", "line 5, column 17: expected an event such as e0, found 0"),
-        ("t -> y", "t y", "line 7, column 19: expected '->', found y"),
     ],
 )
 def test_a_bad_plan_text_is_refused_where_it_is_bad(old, new, message):
@@ -219,7 +216,7 @@ def test_a_bad_plan_text_is_refused_where_it_is_bad(old, new, message):
 
 
 def test_a_text_that_ends_too_early():
-    with pytest.raises(ParseError, match="line 10, column 1: expected 'graph', found the end of the text"):
+    with pytest.raises(ParseError, match="line 9, column 1: expected 'graph', found the end of the text"):
         parse_plan(PLAN_TEXT)
     with pytest.raises(ParseError, match="expected 'graph', found the end of the text"):
         parse_graph("")

@@ -6,7 +6,6 @@ from millstream.errors import GraphError, PlanError
 from millstream.graph import (
     Allocate,
     Buffer,
-    Copy,
     Free,
     Kernel,
     KernelKind,
@@ -131,14 +130,12 @@ LAUNCHES = (Launch(0, 0), Launch(1, 0), Launch(2, 0))
         ((Record(0, 0), Record(0, 1)), "records the event again, after step 0", 1, None),
         ((Allocate("z", 0),), "names unknown buffer 'z'", 0, "z"),
         ((Free("z", 0),), "names unknown buffer 'z'", 0, "z"),
-        ((Copy("z", "t", 0),), "names unknown buffer 'z'", 0, "z"),
         ((Allocate("v", 0),), "names a view: name the owner of the memory, 't'", 0, "v"),
         ((Allocate("x", 0),), "allocates a buffer of role input", 0, "x"),
         ((Allocate("c", 0),), "allocates a buffer of role constant", 0, "c"),
         ((Allocate("u", 0),), "allocates a buffer that kernel 1 'second' allocates itself", 0, "u"),
         ((Free("y", 0),), "frees a buffer of role output", 0, "y"),
         ((Free("s", 0),), "frees a buffer of role state", 0, "s"),
-        ((Copy("x", "c", 0),), "copies into a constant", 0, "c"),
     ],
 )
 def test_a_bad_plan_is_refused_by_name(steps, message, step, buffer):
@@ -148,12 +145,6 @@ def test_a_bad_plan_is_refused_by_name(steps, message, step, buffer):
     assert caught.value.buffer == buffer
     if "kernel" in message and "unknown" not in message and buffer is None:
         assert caught.value.kernel == "second"
-
-
-def test_a_copy_between_sizes_is_refused():
-    small = replace(GRAPH, buffers=(*GRAPH.buffers, Buffer("small", 4, "cpu", Role.TEMPORARY)))
-    with pytest.raises(PlanError, match="copies 8 bytes to a buffer of 4"):
-        validate_plan(Plan(small, (Copy("x", "small", 0),)))
 
 
 def test_a_plan_needs_a_stream():

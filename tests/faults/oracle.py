@@ -3,7 +3,7 @@
 from itertools import combinations
 
 from millstream.check import LifetimeFault
-from millstream.graph import Allocate, Copy, Free, Launch, Record, Role, Wait
+from millstream.graph import Allocate, Free, Launch, Record, Role, Wait
 
 
 class Oracle:
@@ -32,22 +32,20 @@ class Oracle:
         return {self.graph.storage(name) for name in names}
 
     def accesses(self):
-        """(position, kernel or None, reads, writes) of everything that does work."""
+        """(position, kernel, reads, writes) of each launch."""
         for position, step in enumerate(self.plan.steps):
             if isinstance(step, Launch):
                 kernel = self.graph.kernels[step.kernel]
                 yield position, kernel.id, self.storages(kernel.reads), self.storages(kernel.writes)
-            elif isinstance(step, Copy):
-                yield position, None, self.storages([step.source]), self.storages([step.destination])
 
     def parts(self, kernel):
-        return set() if kernel is None else self.storages(self.graph.kernels[kernel].parts)
+        return self.storages(self.graph.kernels[kernel].parts)
 
     def races(self):
         """{(buffer, position that must be first, position that must be second)}"""
         found = set()
         for pair in combinations(self.accesses(), 2):
-            swapped = None not in (pair[0][1], pair[1][1]) and pair[0][1] > pair[1][1]
+            swapped = pair[0][1] > pair[1][1]
             one, other = reversed(pair) if swapped else pair
             if not self.before(one[0], other[0]):
                 conflicts = one[3] & (other[2] | other[3]) | one[2] & other[3]

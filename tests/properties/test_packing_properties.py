@@ -21,8 +21,7 @@ from millstream.graph import (
 )
 from millstream.schedule import assign_chains, assign_list, assign_slack, derive_lifetimes, peak_bytes, plan_graph
 from millstream.schedule.delay import delay_kernels, sources
-from millstream.simulate import execute_graph, execute_plan
-from millstream.testing import drop_step
+from millstream.testing import drop_step, execute_graph, execute_plan
 from tests.properties.strategies import cases
 
 

@@ -19,8 +19,8 @@ from millstream.schedule import (
     plan_graph,
     plan_serial,
 )
-from millstream.simulate import execute_graph, execute_plan, simulate
-from millstream.testing import drop_step
+from millstream.simulate import simulate
+from millstream.testing import drop_step, execute_graph, execute_plan
 from tests.properties.strategies import cases, spread_plans
 
 

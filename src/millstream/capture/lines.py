@@ -120,12 +120,6 @@ def is_part_of_project(filename: str) -> bool:
 
 
 @functools.cache
-def is_part_of_models(filename: str) -> bool:
-    """Whether code in ``filename`` is that part of PyTorch of which users' models and optimizers are made."""
-    return str(Path(filename).resolve()).startswith(_MODELS)
-
-
-@functools.cache
 def is_called_by_models(filename: str) -> bool:
     """Whether code is PyTorch's, and runs in a step as it is, rather than within operators or tracing."""
     path = Path(filename).resolve()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from millstream.check.reports import Access, Action
-from millstream.graph import Allocate, Copy, Free, HappensBefore, Launch, Plan, step_storages
+from millstream.graph import Allocate, Free, HappensBefore, Launch, Plan, step_storages
 
 USES = frozenset({Action.READ, Action.WRITE, Action.UPDATE, Action.PART})
 """What depends on a buffer's contents; the rest only takes its memory or gives it back."""
@@ -28,13 +28,13 @@ class Accesses:
         self.plan = plan
         self.by_buffer: dict[str, list[Touch]] = {}
         for position, step in enumerate(plan.steps):
-            if isinstance(step, (Launch, Copy)):
+            if isinstance(step, Launch):
                 reads, writes = step_storages(plan.graph, step)
                 for storage in reads:
                     self._add(storage, position, Action.UPDATE if storage in writes else Action.READ)
                 for storage in writes:
                     if storage not in reads:
-                        is_part = isinstance(step, Launch) and plan.graph.writes_part(step.kernel, storage)
+                        is_part = plan.graph.writes_part(step.kernel, storage)
                         self._add(storage, position, Action.PART if is_part else Action.WRITE)
             elif isinstance(step, (Allocate, Free)):
                 action = Action.ALLOCATE if isinstance(step, Allocate) else Action.FREE
@@ -58,7 +58,7 @@ class Accesses:
         if isinstance(step, Launch):
             kernel = self.plan.graph.kernels[step.kernel]
             return Access(position, step.stream, action, kernel.id, kernel.name, kernel.source)
-        return Access(position, step.stream, action, name="copy" if isinstance(step, Copy) else "")
+        return Access(position, step.stream, action)
 
     def story(self, buffer: str, until: int) -> tuple[Access, ...]:
         """Tell the last accesses to a buffer up to the step at position ``until``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millstream.check.accesses import USES, Accesses
 from millstream.check.reports import Action, LifetimeError, LifetimeFault
-from millstream.graph import PLANNED_ROLES, Copy, HappensBefore, Launch, Plan, Role
+from millstream.graph import PLANNED_ROLES, HappensBefore, Launch, Plan, Role
 
 
 def find_lifetime_errors(plan: Plan, accesses: Accesses | None = None) -> list[LifetimeError]:
@@ -107,7 +107,7 @@ def _find_missing_joins(accesses: Accesses, order: HappensBefore) -> list[Lifeti
     plan = accesses.plan
     unjoined: dict[int, list[int]] = {}
     for position, step in enumerate(plan.steps):
-        if isinstance(step, (Launch, Copy)) and not order.joined(position):
+        if isinstance(step, Launch) and not order.joined(position):
             unjoined.setdefault(step.stream, []).append(position)
     if not unjoined:
         return []

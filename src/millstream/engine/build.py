@@ -298,6 +298,6 @@ def why_not_graph(lowered: Lowered) -> str:
             where = f" at {users[0].source}" if users and users[0].source else ""
             return f"buffer {buffer.id} is in host memory{where}; create it on the device."
     for kernel in graph.kernels:
-        if kernel.kind in (KernelKind.HOST, KernelKind.CONTROL):
+        if kernel.kind is KernelKind.CONTROL:
             return f"kernel {kernel.name} runs on the host{f' at {kernel.source}' if kernel.source else ''}."
     return ""

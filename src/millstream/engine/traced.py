@@ -39,7 +39,7 @@ def why_not_trace(executable: Executable) -> str:
     for kernel in program.graph.kernels:
         if kernel.kind is KernelKind.COLLECTIVE:
             return f"{kernel.label} needs other processes"
-        if kernel.kind in (KernelKind.HOST, KernelKind.CONTROL):
+        if kernel.kind is KernelKind.CONTROL:
             return f"{kernel.label} runs on the host"
     engine = executable.engine
     if program.devices == {"cpu"}:

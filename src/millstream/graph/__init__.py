@@ -10,7 +10,7 @@ from millstream.graph.dependencies import (
 from millstream.graph.kernel_graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.graph.layout import MemoryLayout, alignment_of
 from millstream.graph.order import HappensBefore, Moment, StreamClocks
-from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Spread, Step, Wait
+from millstream.graph.plan import Allocate, Free, Launch, Plan, Record, Spread, Step, Wait
 from millstream.graph.ranges import OwnedRanges
 from millstream.graph.text import ParseError, format_graph, format_plan, format_step, parse_graph, parse_plan
 from millstream.graph.timeline import Span, Timeline
@@ -23,7 +23,6 @@ __all__ = [
     "Allocate",
     "Buffer",
     "Candidate",
-    "Copy",
     "Dependency",
     "DependencyKind",
     "Free",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from millstream.graph.kernel_graph import KernelGraph
-from millstream.graph.plan import Copy, Launch, Step
+from millstream.graph.plan import Launch, Step
 
 
 class DependencyKind(StrEnum):
@@ -36,8 +36,6 @@ def step_storages(graph: KernelGraph, step: Step) -> tuple[tuple[str, ...], tupl
     """Return the storages whose contents a step of a plan reads and those it writes; nothing but work has any."""
     if isinstance(step, Launch):
         return graph.touched_by[step.kernel]
-    if isinstance(step, Copy):
-        return (graph.storage_of[step.source],), (graph.storage_of[step.destination],)
     return (), ()
 
 

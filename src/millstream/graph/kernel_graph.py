@@ -31,7 +31,6 @@ class KernelKind(StrEnum):
     CONV = "conv"
     COPY = "copy"
     COLLECTIVE = "collective"
-    HOST = "host"  # runs on the host and touches no device memory
     CONTROL = "control"  # decides on the host which kernels run, or how often
     LIBRARY = "library"  # any other operator of PyTorch
 

@@ -54,16 +54,7 @@ class Free:
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Copy one buffer to another of the same size."""
-
-    source: str
-    destination: str
-    stream: int
-
-
-Step = Launch | Record | Wait | Allocate | Free | Copy
+Step = Launch | Record | Wait | Allocate | Free
 
 
 class Spread(StrEnum):

@@ -23,7 +23,6 @@ A plan is its steps, each after its stream, and then its graph::
       s0  launch    0 mm.out
       s0  record    e0
       s1  wait      e0
-      s0  copy      t -> y
       s0  free      t
     arena 4096 cuda:0
       t  0
@@ -47,7 +46,7 @@ from typing import NoReturn
 from millstream.errors import GraphError
 from millstream.graph.kernel_graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.graph.layout import MemoryLayout
-from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Spread, Step, Wait
+from millstream.graph.plan import Allocate, Free, Launch, Plan, Record, Spread, Step, Wait
 
 _BARE = r"[\w.:/]+(?:-[\w.:/]+)*"
 _TOKEN = re.compile(rf'[ \t]*(?P<token>"(?:[^"\\]|\\.)*"|->|[(),]|-?{_BARE})')
@@ -199,8 +198,6 @@ def _step_columns(graph: KernelGraph, step: Step) -> tuple[str, str, str]:
             return stream, "allocate", _quote(buffer)
         case Free(buffer=buffer):
             return stream, "free", _quote(buffer)
-        case Copy(source=source, destination=destination):
-            return stream, "copy", f"{_quote(source)} -> {_quote(destination)}"
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
@@ -399,7 +396,7 @@ def _parse_layout(reader: _Reader) -> MemoryLayout:
 
 def _parse_step(line: _Line, launches: list[tuple[_Line, int, str]]) -> Step:
     stream = line.integer("a stream such as s0", prefix="s")
-    verb = line.keyword("launch", "record", "wait", "allocate", "free", "copy")
+    verb = line.keyword("launch", "record", "wait", "allocate", "free")
     step: Step
     if verb == "launch":
         step = Launch(line.integer("a kernel's number"), stream)
@@ -407,10 +404,6 @@ def _parse_step(line: _Line, launches: list[tuple[_Line, int, str]]) -> Step:
             launches.append((line, step.kernel, line.name("the kernel's name")))
     elif verb in ("record", "wait"):
         step = (Record if verb == "record" else Wait)(line.integer("an event such as e0", prefix="e"), stream)
-    elif verb == "copy":
-        source = line.name("the buffer to copy from")
-        line.keyword("->")
-        step = Copy(source, line.name("the buffer to copy to"), stream)
     else:
         step = (Allocate if verb == "allocate" else Free)(line.name("a buffer's name"), stream)
     line.end()

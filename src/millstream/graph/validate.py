@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millstream.errors import GraphError, PlanError
 from millstream.graph.kernel_graph import Buffer, Kernel, KernelGraph, Role
-from millstream.graph.plan import Allocate, Copy, Free, Launch, Plan, Record, Wait
+from millstream.graph.plan import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.graph.text import format_step
 
 CALLER_ROLES = frozenset({Role.INPUT, Role.STATE})
@@ -83,8 +83,6 @@ def validate_plan(plan: Plan) -> None:
                     raise _step_error(plan, position, text)
             case Allocate() | Free():
                 _check_memory_step(plan, position, step, allocated_by)
-            case Copy():
-                _check_copy(plan, position, step)
     if len(launched_at) < len(plan.graph.kernels):
         missing = next(kernel for kernel in plan.graph.kernels if kernel.id not in launched_at)
         count = len(plan.graph.kernels) - len(launched_at)
@@ -261,13 +259,3 @@ def _check_memory_step(plan: Plan, position: int, step: Allocate | Free, allocat
     else:
         return
     raise _step_error(plan, position, text, buffer=buffer.id)
-
-
-def _check_copy(plan: Plan, position: int, step: Copy) -> None:
-    source = _known_buffer(plan, position, step.source)
-    destination = _known_buffer(plan, position, step.destination)
-    if source.num_bytes != destination.num_bytes:
-        text = f"copies {source.num_bytes} bytes to a buffer of {destination.num_bytes}: the sizes must agree"
-        raise _step_error(plan, position, text, buffer=destination.id)
-    if plan.graph.buffer_of[plan.graph.storage_of[destination.id]].role is Role.CONSTANT:
-        raise _step_error(plan, position, "copies into a constant: constants never change", buffer=destination.id)

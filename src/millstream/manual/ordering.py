@@ -214,10 +214,6 @@ class Ordering:
         memory.home = memory.writer = stream
         memory.written = self._ticks[stream]
 
-    def tick_of(self, stream: int) -> int:
-        """The number of the work issued last on a stream."""
-        return self._ticks[stream]
-
     # --- what is held
 
     def unreached(self) -> list[tuple[int, int]]:

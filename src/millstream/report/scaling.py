@@ -64,8 +64,6 @@ class ScalingReport:
         """For a terminal."""
         graph, sizes = self.step.plan.graph, self.bucket_sizes
         of_one = "calculated from bytes and operations" if self.step.is_calculated else "measured kernel by kernel"
-        if any(each.kind is KernelKind.HOST for each in graph.kernels):
-            of_one += ", without the host's part"
         lines = [
             f"{graph.name} on {self.network_name}: {count(len(graph.kernels) - len(sizes), 'kernel')}, {of_one}",
             f"  bucket plan: {size(sum(sizes))} in {count(len(sizes), 'collective')}: {', '.join(map(size, sizes))}",

@@ -2,7 +2,6 @@
 
 from millstream.schedule.allocation import place_allocations
 from millstream.schedule.assignment import Assignment, assign_chains, assign_list, assign_slack
-from millstream.schedule.exact import assign_exact
 from millstream.schedule.lifetimes import Lifetime, derive_lifetimes, peak_bytes
 from millstream.schedule.memory import assign_offsets
 from millstream.schedule.policies import POLICIES, Policy, plan_graph
@@ -16,7 +15,6 @@ __all__ = [
     "Lifetime",
     "Policy",
     "assign_chains",
-    "assign_exact",
     "assign_list",
     "assign_offsets",
     "assign_slack",

@@ -1,4 +1,4 @@
-"""Plans run without a device: on a virtual clock, or on made-up values in any order that is allowed."""
+"""Plans run without a device: on a virtual clock."""
 
 from millstream.simulate.clock import simulate
 from millstream.simulate.communication import (
@@ -11,7 +11,6 @@ from millstream.simulate.communication import (
     plan_beside,
     with_collectives,
 )
-from millstream.simulate.execute import execute_graph, execute_plan
 from millstream.simulate.scaling import ASSUMPTIONS, Prediction, costs_on, predict
 
 __all__ = [
@@ -20,8 +19,6 @@ __all__ = [
     "Transfer",
     "bucket_bytes",
     "costs_on",
-    "execute_graph",
-    "execute_plan",
     "find_transfers",
     "find_updates",
     "leave_out",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from millstream.cost import Costs, KernelCost
 from millstream.errors import ArgumentError, PlanError
-from millstream.graph import Copy, Launch, Plan, Record, Span, Step, Timeline, Wait
+from millstream.graph import Launch, Plan, Record, Span, Step, Timeline, Wait
 
 _DONE = 1e-6  # ns of work: less than any kernel has, more than what rounding leaves behind
 
@@ -25,7 +25,6 @@ def simulate(plan: Plan, costs: Costs, *, shared: bool = True, issue_ns: int = 0
           one after another.
         - The device starts at most one kernel every ``start_ns``.
         - A stream that waits for another continues ``wait_ns`` after the event, or at once if that is past.
-        - Copies take no time: their cost is not known here.
         - The run is over when stream 0 and all kernels are through.
 
     So the makespan is never below the critical path, nor, where the host takes no time, above the sum of all waits and
@@ -123,8 +122,6 @@ class _Clock:
             self.next_start = time + self.costs.start_ns
             cost = self.costs.kernels[step.kernel]
             self.running[stream] = _Running(step.kernel, cost, time, float(cost.duration_ns))
-        elif isinstance(step, Copy):
-            self.spans.append(Span(f"{step.source} -> {step.destination}", stream, time, time))
         return True
 
     def _rates(self) -> dict[int, float]:

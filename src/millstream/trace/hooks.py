@@ -105,11 +105,6 @@ class Hooks:
         if self._compiles is None and compile_events.is_loaded():
             self._compiles = compile_events.CompileWatch(self._on_compile, self._on_compiled, self._on_break)
 
-    @property
-    def watches_compiler(self) -> bool:
-        """Whether that is so."""
-        return self._compiles is not None
-
     def close(self) -> None:
         """Watch nothing any more."""
         for patch in reversed(self._patches):

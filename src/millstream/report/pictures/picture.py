@@ -14,7 +14,6 @@ COLOURS = {
     "conv": "#59a14f",
     "copy": "#9c9c9c",
     "collective": "#b07aa1",
-    "host": "#9c755f",
     "control": "#edc948",
     "library": "#76b7b2",
     "other": "#bab0ac",

@@ -22,7 +22,7 @@ from millstream.lower.convolutions.passes.epilogues import absorb_epilogues
 from millstream.lower.convolutions.writers import arguments_of
 from millstream.lower.translate import translate
 from millstream.schedule import POLICIES, plan_graph
-from millstream.simulate import execute_graph, execute_plan
+from millstream.testing import execute_graph, execute_plan
 from tests.lower.convolutions.passes.test_channels import DOUBLE, Branches, Net, anywhere, changed, close, trace
 
 __all__ = ["anywhere"]  # a fixture

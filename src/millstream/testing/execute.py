@@ -13,7 +13,6 @@ from itertools import pairwise
 from millstream.errors import PlanError
 from millstream.graph import (
     Allocate,
-    Copy,
     Free,
     Kernel,
     KernelGraph,
@@ -81,8 +80,6 @@ def execute_plan(plan: Plan, rng: random.Random, layout: MemoryLayout | None = N
             recorded.add(step.event)
         elif isinstance(step, Launch):
             memory.launch(plan.graph.kernels[step.kernel])
-        elif isinstance(step, Copy):
-            memory.copy(step)
     return memory.results()
 
 
@@ -136,9 +133,6 @@ class _Memory:
                 self.add(storage, hash((kernel.id, self.number_of[storage], values)))
             else:
                 self.write(storage, hash((kernel.id, self.number_of[storage], values, old)))
-
-    def copy(self, step: Copy) -> None:
-        self.write(self.graph.storage_of[step.destination], self.read(self.graph.storage_of[step.source]))
 
     def results(self) -> dict[str, int]:
         kept = (Role.INPUT, Role.STATE, Role.OUTPUT)
