@@ -39,6 +39,12 @@ def test_numbers_fit_together(run):
     assert predicted.bound_ns <= predicted.timeline.end_ns + 1  # roofline times are rounded
 
 
+def test_kernels_that_took_no_time_are_no_chain():
+    graph = chain_graph(1)
+    run = Timeline((Span(graph.kernels[0].name, 0, 0, 0, kernel=0), Span("memset", 0, 0, 0)), 1, 81)
+    assert Account(graph, run).bound().startswith("one stream runs one kernel after another")
+
+
 def test_hand_made_run():
     account = account_of(SIDE_BY_SIDE, costs_of(5, 6, 7, 8, wait_ns=3, shares=(0.5, 0.25)))
     assert account.critical_path == (2, 3)

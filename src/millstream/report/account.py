@@ -179,7 +179,7 @@ class Account:
             )
             full = percent(min(self.roofline_ns or 0, end_ns), end_ns)
             reason = f"the device is full: its {unit} is busy {full} of the time; only {what} would be quicker"
-        elif self.critical_path_ns >= _BOUND * (end_ns - self.pauses_ns):
+        elif self.critical_path and self.critical_path_ns >= _BOUND * (end_ns - self.pauses_ns):
             reason = self._chain()
         elif self.timeline.num_streams == 1:
             reason = "one stream runs one kernel after another"
