@@ -1,7 +1,7 @@
 """Suite ``alone``: a model in a process of its own, as in a user's program: no other side, nothing measured before.
 
 In the other suites all sides share a process. That is fair to all, but for the device: what any of them has done there
-stays (``docs/decisions/0031``). Here each process loads a model, compiles it with one line, calls it and is timed. Each
+stays (``docs/decisions/side-by-side.md``). Here a process loads a model, compiles it with one line and is timed. Each
 side gets some processes, in turn. The first of each also judges its output, in the end.
 
 - ``call``: wall clock of a loop of calls, outputs copied for the user.

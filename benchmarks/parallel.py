@@ -59,7 +59,7 @@ from millstream.insight.records import Activity, ActivityKind
 
 WHOLE_STATE = "whole state"
 BASELINES = ("one gpu", "ddp compile", "hand graph", WHOLE_STATE)
-LAST = ("ddp compile",)  # its collectives' own stream slows all kernels of a process from then on (decision 0031)
+LAST = ("ddp compile",)  # its own stream slows all kernels of a process from then on (docs/decisions/side-by-side.md)
 SHARDED = "sharded"  # the last word of such a case's name
 WARM_STEPS = 12  # ours has settled by then
 SAMPLE_MS = 60.0  # a sample begins with a barrier, which processes do not leave at the same time

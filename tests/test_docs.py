@@ -12,7 +12,7 @@ from millstream.cli.command import make_parser
 from tests.processes import run_here
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose programs are pieces, and why they are not run here.
 PIECES = {
     "data_parallel.md": "tests/parallel runs it in two processes",

@@ -15,7 +15,7 @@ PACKAGES = {"millstream": ROOT / "src" / "millstream", "benchmarks": ROOT / "ben
 FOLDERS = ["src", "tests", "benchmarks", "examples", "recipes", "tools", "docs"]
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 PAGES = [ROOT / name for name in ("README.md", "pyproject.toml", "Makefile", "benchmarks/README.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [path for path in (*SOURCES, *PAGES) if path != Path(__file__)]
 DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.[a-z_]\w*)+")
 SLASHED = re.compile(r"(?<![\w./*-])(?:\w+/)+\w+\.(?:py|cpp|html)\b")

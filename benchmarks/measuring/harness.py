@@ -4,7 +4,7 @@ A time on a GPU is easily the time of something else. So here:
 
 - **Device time** is read from events around a replay that is queued behind a short spin: the host is ahead, and the
   launch itself does not count. ``check_ordered`` proves that the replay really runs between those events. Before, a
-  second stream is used, so that no side is timed in front of what that slows (``docs/decisions/0031``).
+  second stream is used, so that no side is timed in front of what that slows (``docs/decisions/side-by-side.md``).
 - **Loop time** is wall clock over some calls and one final synchronisation, as a user's loop goes.
 - **Host time** is wall clock of one call that finds the device idle, without waiting for the device.
 - Every side is warm before the first sample, sides take turns, and the one that begins rotates.

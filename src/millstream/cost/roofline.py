@@ -40,9 +40,9 @@ H200 = DeviceLimits(
     matrix_flops_per_s=790e12,  # measured: a bf16 product of 8192³
     vector_flops_per_s=67e12,  # data sheet: fp32
     launch_ns=840,  # measured: a tiny kernel inside a CUDA graph
-    wait_ns=400,  # measured: an edge between streams inside a CUDA graph (docs/decisions/0010)
+    wait_ns=400,  # measured: an edge between streams inside a CUDA graph (docs/decisions/cuda-graphs.md)
     start_ns=300,  # measured: what made the simulator agree with eight towers on eight streams
-    crowding=0.07,  # measured: what made it agree with the plans of four networks (docs/decisions/0014)
+    crowding=0.07,  # measured: what made it agree with the plans of four networks (docs/decisions/side-by-side.md)
 )
 """One NVIDIA H200, kernels launched from a CUDA graph."""
 

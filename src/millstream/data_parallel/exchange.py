@@ -77,7 +77,7 @@ class Exchange:
 
     On a GPU no host waits: it runs after what the current stream has been given so far, on that stream, or on one of
     its own where something is to be computed meanwhile. A second stream slows all kernels a little
-    (docs/decisions/0031), so that it is not taken for nothing.
+    (docs/decisions/side-by-side.md), so that it is not taken for nothing.
 
     Args:
         bucket: How ``like`` lie in the memory; its members are counted in the order of ``like``.

@@ -30,7 +30,7 @@ as its copies, and not 1.6. So it does with chunks of 8 MiB, in each of which Py
 
 PAST_CACHES_BYTES = 12 << 20
 """Batches up to this are staged past the processors' caches: a device reads lines that they have just written half as
-fast as memory. Of longer ones the caches have let go when their turn comes (docs/decisions/0015)."""
+fast as memory. Of longer ones the caches have let go when their turn comes (docs/decisions/feeding.md)."""
 
 MAX_BUFFERS = 32
 """Enough for steps of 50 µs."""

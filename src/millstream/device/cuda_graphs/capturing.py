@@ -26,7 +26,7 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
     All graphs of a device read their random seed and offset in one place, which PyTorch (before pytorch#176752) resets
     when a capture begins. So that happens after the replays before it and in front of those to come: a capture is a
     use of what graphs share, as a replay is. And it happens on the caller's stream: kernels on a second one slow all
-    kernels of a process (docs/decisions/0031).
+    kernels of a process (docs/decisions/side-by-side.md).
 
     Args:
         context: Of the device, which must be current; its ``graphs.lock`` is held.

@@ -3,10 +3,10 @@
 They would often all find free multiprocessors, and yet their blocks are put on the same ones, where they slow each
 other down. How many fit there is a question of what each asks for; so each asks for more shared memory than it needs,
 and does not use it. Two blocks that ask for more than half of a multiprocessor's never share it. Figures are in
-``docs/decisions/0017`` and ``0027``.
+``docs/decisions/side-by-side.md``.
 
 That is safe for code that does not ask the device how much it was given. A library's may: one of cuDNN's fails on the
-device (``docs/decisions/0029``). So only code that is known is changed.
+device. So only code that is known is changed.
 
 The driver's calls are made through ctypes, as in ``occupancy``.
 """

@@ -194,7 +194,7 @@ class Captured:
                 graph_io.lead_in()
             if plan.num_streams > 2:
                 # CUDA starts branches that begin at nothing one by one, about 3 µs apart, but all that one kernel is
-                # followed by nearly at once (docs/decisions/0010).
+                # followed by nearly at once (docs/decisions/cuda-graphs.md).
                 torch.ones(1, device=context.torch_device)
             bound = self._bound
             if bound is None and plan.layout is not None:

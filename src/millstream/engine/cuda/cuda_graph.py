@@ -317,7 +317,7 @@ class CudaGraphEngine:
 
     @property
     def _pool(self) -> GraphPool | None:
-        """Graphs may share memory only if nothing in it outlives a call (docs/decisions/0004)."""
+        """Graphs may share memory only if nothing in it outlives a call (docs/decisions/cuda-graphs.md)."""
         if self.gives_memory_back or len(self._copied) != len(self.lowered.program.outputs):
             return None
         return self._context.graphs.pool

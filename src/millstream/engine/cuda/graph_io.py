@@ -2,7 +2,7 @@
 
 To copy two inputs and a loss around a graph takes three calls of the driver, each of which costs the host more than the
 graph's own launch. As nodes of the graph they only need to be told where the caller's tensors are this time
-(docs/decisions/0013).
+(docs/decisions/cuda-graphs.md).
 """
 
 from __future__ import annotations

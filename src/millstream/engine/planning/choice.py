@@ -266,7 +266,7 @@ def choose_stepwise(
     """Time the promising candidates and return the fastest, with what became of all of them.
 
     Each is timed in turn with the best so far, the first with one stream. (Not all with one stream: its graph may
-    become a tenth slower in the middle of trials, docs/decisions/0029, and whoever is tried later would look better.)
+    become a tenth slower in the middle of trials, so that later ones look better: docs/decisions/side-by-side.md.)
     Small kernels are kept apart in all of them; the fastest is tried in the other ways to spread kernels, too.
 
     Args:

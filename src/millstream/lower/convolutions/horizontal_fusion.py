@@ -1,8 +1,8 @@
 """Our own kernels that are alike and wait for nothing of each other become one launch.
 
 On streams of their own they take each other's multiprocessors by chance, and each pair of streams costs waits. In one
-launch they fill the device together, and whatever comes after them starts once. ``docs/decisions/0022`` has the
-figures, and ``0025`` those of weights.
+launch they fill the device together, and whatever comes after them starts once. ``docs/decisions/own-kernels.md`` has
+the figures.
 
 **Contract**
 - The program computes what it did, up to the order in which a convolution sums: a larger launch has larger tiles.

@@ -1,7 +1,7 @@
 """Long sums of few results are split among blocks, and a second kernel adds up the partial sums: split-K.
 
 A block of ``dense`` computes some results from beginning to end. Where there are few results and thousands of products
-for each, most of the device stands still for long. ``docs/decisions/0024`` has the figures.
+for each, most of the device stands still for long. ``docs/decisions/own-kernels.md`` has the figures.
 
 **Contract**
 - The program computes what it did, up to the order in which a convolution sums: split by split, always the same.

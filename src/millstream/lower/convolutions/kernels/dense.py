@@ -1,7 +1,7 @@
 """Convolutions of small images, by a kernel of our own.
 
 cuDNN's are made for large batches: they take longer alone, and one block of them can fill a whole multiprocessor, so
-that nothing runs beside them. Figures of both are in ``docs/decisions/0018``.
+that nothing runs beside them. Figures of both are in ``docs/decisions/own-kernels.md``.
 
 Tried on torch 2.11, Triton 3.6.
 """

@@ -1,6 +1,6 @@
 """How our kernel for convolutions divides its work among blocks: from the sizes alone, the same in any process.
 
-Figures are in ``docs/decisions/0020``, ``0022``, ``0024`` and ``0027``.
+Figures are in ``docs/decisions/own-kernels.md``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def choose_tile(
     if num_blocks * depth > most or depth > 4608:
         return None
     num_blocks *= together
-    # From five of 168 channels at 42 x 42 (docs/decisions/0022): a single one with so many blocks was not tried.
+    # From five of 168 channels at 42 x 42; a single one with so many blocks was not tried.
     if together > 1 and num_blocks > 500 and pointwise and 64 < depth <= 300:
         return Tile(128, 64, 64, 3)
     if row <= 32:

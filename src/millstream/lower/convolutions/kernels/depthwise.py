@@ -1,6 +1,6 @@
 """Depthwise convolutions of few outputs, by a kernel of our own.
 
-cuDNN's is made for large batches; figures of both are in ``docs/decisions/0012`` and ``0021``. Ours also does what
+cuDNN's is made for large batches; figures of both are in ``docs/decisions/own-kernels.md``. Ours also does what
 stands in front: relu and a border of zeros, and reads and writes images that have more channels in memory
 (``prologues``).
 

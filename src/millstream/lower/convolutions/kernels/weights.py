@@ -2,7 +2,7 @@
 
 PyTorch's models have channels first, so that each call copies each weight, and Inductor makes a kernel of each: they
 were 305 of HRNet-W18's 672. Ours converts several in one launch (``horizontal_fusion``), and does what else makes a
-weight ready: zeros for channels that are added (``channels``), and another type. See ``docs/decisions/0025``.
+weight ready: zeros for channels that are added (``channels``), and another type. See ``docs/decisions/own-kernels.md``.
 
 Tried on torch 2.11, Triton 3.6.
 """

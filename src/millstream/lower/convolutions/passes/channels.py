@@ -4,7 +4,7 @@ cuDNN computes a convolution of 18 channels in half precision as one of 24: it c
 image, one of the weight, and cuts the result out of a third, in five kernels more. Here the graph says so itself, and
 the kernels that are there anyway do it: the one that makes the image writes the zeros after it, the one that reads the
 result leaves out what is behind it, and the one that puts a weight's channels last enlarges it.
-``docs/decisions/0016`` has the figures. The numbers stay what they are: only zeros are added to sums.
+``docs/decisions/own-kernels.md`` has the figures. The numbers stay what they are: only zeros are added to sums.
 
 Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA) and 2.13.
 """

@@ -1,7 +1,7 @@
 """What follows a small convolution, done by its kernel: the bias, what is added to it, relu, and cleared channels.
 
 Each of these would be a kernel of its own, on the longest chain in most networks, as long as a third of the convolution
-and a launch later. ``docs/decisions/0018`` has the figures.
+and a launch later. ``docs/decisions/own-kernels.md`` has the figures.
 
 Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA) and 2.13.
 """

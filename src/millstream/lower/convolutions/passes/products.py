@@ -1,6 +1,6 @@
 """Products of a few rows with a weight, by our kernel for convolutions: a row is an image of one pixel.
 
-cuBLAS gives the last layer of a network for one image to few multiprocessors; ``docs/decisions/0026`` has the figures.
+cuBLAS gives the last layer of a network for one image to few multiprocessors (``docs/decisions/own-kernels.md``).
 """
 
 from __future__ import annotations
