@@ -15,7 +15,7 @@ export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 # A library may ask the driver for what it does not have: that is no error.
 SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 1
 
-.PHONY: help run test slow soak check fuzz gpu gpu2 sanitize bench opinfo zoo examples recipes docs dist matrix format clean
+.PHONY: help run test slow soak check fuzz gpu gpu2 sanitize count bench opinfo zoo examples recipes docs dist matrix format clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -56,6 +56,9 @@ gpu2: $(SETUP) ## the tests that need two GPUs, or take all there are
 sanitize: $(SETUP) ## small networks on every engine, and our kernels, under CUDA's compute-sanitizer (three minutes on 16 cores)
 	$(SANITIZE) --tool memcheck $(PYTHON) -m pytest tests/gpu/engines/test_streams.py tests/gpu/engines/test_spread.py -m gpu -n 8 -k "inference_is or training_is or spread"
 	$(SANITIZE) --tool synccheck $(PYTHON) -m pytest tests/gpu/convolutions/test_dense.py tests/gpu/convolutions/test_weights.py -m gpu -n 4 -k "1-"
+
+count: $(SETUP) ## lines by package, long files, wide functions, names for two things, import cycles
+	$(PYTHON) tools/count.py
 
 bench: $(SETUP) ## every benchmark suite, on a machine with a GPU; writes benchmarks/results/
 	$(PYTHON) -m benchmarks
