@@ -55,7 +55,7 @@ gpu2: $(SETUP) ## the tests that need two GPUs, or take all there are
 
 sanitize: $(SETUP) ## small networks on every engine, and our kernels, under CUDA's compute-sanitizer (three minutes on 16 cores)
 	$(SANITIZE) --tool memcheck $(PYTHON) -m pytest tests/gpu/engines/test_streams.py tests/gpu/engines/test_spread.py -m gpu -n 8 -k "inference_is or training_is or spread"
-	$(SANITIZE) --tool synccheck $(PYTHON) -m pytest tests/gpu/convolutions/test_dense.py tests/gpu/convolutions/test_weights.py -m gpu -n 4 -k "1-"
+	$(SANITIZE) --tool synccheck $(PYTHON) -m pytest tests/gpu/kernels/test_conv2d.py tests/gpu/kernels/test_weights.py -m gpu -n 4 -k "1-"
 
 count: $(SETUP) ## lines by package, long files, wide functions, names for two things, import cycles
 	$(PYTHON) tools/count.py

@@ -19,6 +19,21 @@ is_wrapper = is_traceable_wrapper_subclass
 """Whether a tensor of a subclass is made of others, and has no memory of its own."""
 
 
+_PYTORCHS = frozenset(
+    """
+    aten prims prim inductor inductor_prims c10d c10d_functional _c10d_functional _c10d_functional_autograd symm_mem
+    _dtensor fsdp mkl mkldnn mkldnn_prepacked prepacked onednn quantized _quantized quantized_decomposed quantization
+    sparse rngprims profiler streams export higher_order cuda _native millstream
+    """.split()
+)
+"""Namespaces of operators whose code is known: PyTorch's and ours."""
+
+
+def is_users(target: Any) -> bool:
+    """Whether an operator is the user's, or a library's: neither PyTorch's nor ours."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _PYTORCHS
+
+
 def names_of_overloads(name: str) -> list[str]:
     """The overloads of one of PyTorch's own operators; none where there is no such operator."""
     packet = getattr(torch.ops.aten, name, None)

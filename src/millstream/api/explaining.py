@@ -17,7 +17,7 @@ from millstream.engine import AgreedEngine, BySize, Executable
 from millstream.engine.traced import trace_run, why_not_trace
 from millstream.errors import ArgumentError, LoweringError
 from millstream.graph import Role
-from millstream.lower.program import Layout, Program
+from millstream.program import Layout, Program
 from millstream.report import Arrivals, CommunicationReport, Explanation, OneSize, ProgramReport
 from millstream.report.sizes import MOST_SIZES
 

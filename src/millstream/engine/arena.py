@@ -12,7 +12,7 @@ import torch
 from millstream._torch.tensors import reinterpret
 from millstream.graph import MemoryLayout, Plan, Role, alignment_of
 from millstream.locks import ForkSafeLock
-from millstream.lower.program import Layout, Program
+from millstream.program import Layout, Program
 from millstream.schedule import assign_offsets
 
 HEADROOM = 16  # an arena that grows takes a sixteenth more than it needs: where sizes rise, it then grows more rarely

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from millstream.errors import GraphError
 from millstream.graph import Kernel
-from millstream.lower.program import Program
+from millstream.program import Program
 
 
 class KernelCheck:

@@ -18,7 +18,7 @@ from millstream.engine.arena import bind_arena
 from millstream.engine.checked import wanted_check
 from millstream.locks import ForkSafeLock
 from millstream.lower.control_flow import Body, Control, Flow
-from millstream.lower.program import Layout
+from millstream.program import Layout
 from millstream.schedule import assign_offsets, plan_serial
 
 #: ``compile_plan``, which itself comes here for control flow within a body.

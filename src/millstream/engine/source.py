@@ -37,8 +37,8 @@ from millstream.engine.control import prepare
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.lower.control_flow import Control
-from millstream.lower.program import Call, Program, Value
 from millstream.lower.symbolic import Named
+from millstream.program import Call, Program, Value
 
 #: ``observe(kernel, launch, written) -> result``: launches a kernel in its own way. Launching it again would write
 #: other values to these tensors, because it updates some of them in place. One with ``sees_all`` is shown all tensors

@@ -24,7 +24,7 @@ from millstream.errors import ArgumentError
 from millstream.graph import KernelKind, Plan, Span, Timeline
 from millstream.insight.profiler.kineto import read_trace
 from millstream.insight.profiler.replays import timeline_of_replay
-from millstream.lower.program import Program
+from millstream.program import Program
 from millstream.schedule import assign_offsets, plan_serial
 
 WARM_UPS, RUNS = 2, 7

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from millstream._torch.tensors import storage_view
-from millstream.lower.program import Program
+from millstream.program import Program
 
 
 @contextmanager

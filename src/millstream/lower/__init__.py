@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from millstream.lower.inductor.probe import ask_early
-from millstream.lower.program import Call, Layout, Program, Value, View
+from millstream.program import Call, Layout, Program, Value, View
 
 if TYPE_CHECKING:
     from millstream.lower.compile import Cutting, Lowered, LoweredForSizes, Phase, check_options, compile_graph

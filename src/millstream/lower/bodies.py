@@ -25,8 +25,8 @@ from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.tracing import is_higher_order
 from millstream.errors import LoweringError
 from millstream.lower.control_flow import CONTROL, Body, Control, Flow, register
-from millstream.lower.program import Layout, Program, Value
 from millstream.lower.translate import source_line
+from millstream.program import Layout, Program, Value
 
 #: Lowers the graph of a body, with examples of its inputs.
 Lower = Callable[[fx.GraphModule, list[Any]], Program]

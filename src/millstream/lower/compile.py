@@ -33,18 +33,18 @@ from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import compiled_with_loops, traces_unnoticed
 from millstream.errors import ArgumentError, LoweringError, MillstreamError, MisreadError, did_you_mean
+from millstream.kernels.channels_last import keep_strides
+from millstream.kernels.conv2d.channels import align_channels, puts_channels_last
+from millstream.kernels.conv2d.epilogues import absorb_epilogues, knows_own_convolutions
+from millstream.kernels.conv2d.linear import take_products
+from millstream.kernels.conv2d.split_k import find_split_launches, split_long_sums
+from millstream.kernels.depthwise.prologues import absorb_prologues
+from millstream.kernels.horizontal_fusion import find_joint_launches, fuse_horizontally
+from millstream.kernels.launches import Launch, compiling
+from millstream.kernels.weights.conversions import take_conversions
+from millstream.kernels.writers import find_launches
 from millstream.lower import workarounds
 from millstream.lower.bodies import has_control_flow, take_control_flow
-from millstream.lower.convolutions.horizontal_fusion import find_joint_launches, fuse_horizontally
-from millstream.lower.convolutions.kernels.async_compile import Launch, compiling
-from millstream.lower.convolutions.passes.channels import align_channels, puts_channels_last
-from millstream.lower.convolutions.passes.conversions import take_conversions
-from millstream.lower.convolutions.passes.epilogues import absorb_epilogues, knows_own_convolutions
-from millstream.lower.convolutions.passes.products import take_products
-from millstream.lower.convolutions.passes.prologues import absorb_prologues
-from millstream.lower.convolutions.passes.strides import keep_strides
-from millstream.lower.convolutions.split_k import find_split_launches, split_long_sums
-from millstream.lower.convolutions.writers import find_launches
 from millstream.lower.failures import other_tries
 from millstream.lower.inductor.accesses import check_values, noting
 from millstream.lower.inductor.checks_first import check_classes, checks_first
@@ -55,12 +55,12 @@ from millstream.lower.inductor.randoms import random_decompositions
 from millstream.lower.inductor.shortcuts import no_collections, shortcuts
 from millstream.lower.kept import Found, Record, open_record
 from millstream.lower.plain import plain_forward
-from millstream.lower.program import Program, Value
 from millstream.lower.segments import Segments, cut, has_collectives
 from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translate import translate
 from millstream.lower.updates import updates_of
 from millstream.lower.views import check_views
+from millstream.program import Program, Value
 from millstream.signals import signals_wait
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from millstream.errors import InternalError
-from millstream.lower.program import Layout, Program
+from millstream.program import Layout, Program
 
 
 class Flow(StrEnum):

@@ -29,8 +29,8 @@ from millstream._torch.distributed.collectives import Exchange
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.program import Call, Layout, Program, Value, View
 from millstream.lower.segments import Segment, Segments
+from millstream.program import Call, Layout, Program, Value, View
 
 COMMUNICATOR = "communicator"
 """The buffer without bytes that keeps collectives in order."""

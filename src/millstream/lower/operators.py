@@ -17,7 +17,7 @@ from millstream.graph import KernelKind
 _LINEAR = {"linear", "_linear_pointwise", "_mkl_linear"}
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_addmm_activation", *_LINEAR}
 _POINTWISE = {"_convolution_pointwise", "_convolution_pointwise_"}  # oneDNN's, of weights that are frozen
-_CONVOLUTIONS = {"convolution", "convolution_backward", "convolve_dense", "convolve_depthwise", *_POINTWISE}
+_CONVOLUTIONS = {"convolution", "convolution_backward", "convolve_2d", "convolve_depthwise", *_POINTWISE}
 _COPIES = {"copy_", "copy", "clone", "_to_copy", "convert_weight"}
 
 _SURE = {
@@ -48,21 +48,6 @@ _SURE = {
     "zero_",
 }
 """Library operators that raise for no values of their arguments."""
-
-
-_PYTORCHS = frozenset(
-    """
-    aten prims prim inductor inductor_prims c10d c10d_functional _c10d_functional _c10d_functional_autograd symm_mem
-    _dtensor fsdp mkl mkldnn mkldnn_prepacked prepacked onednn quantized _quantized quantized_decomposed quantization
-    sparse rngprims profiler streams export higher_order cuda _native millstream
-    """.split()
-)
-"""Namespaces of operators whose code is known: PyTorch's and ours."""
-
-
-def is_users(target: Any) -> bool:
-    """Whether an operator is the user's, or a library's: neither PyTorch's nor ours."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _PYTORCHS
 
 
 def kind_of(target: Any) -> KernelKind:

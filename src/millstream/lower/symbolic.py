@@ -16,7 +16,7 @@ import sympy
 
 from millstream._torch.compiler.symbols import NUMBERS, compile_expressions, expression_of
 from millstream.errors import LoweringError
-from millstream.lower.program import Program
+from millstream.program import Program
 
 #: Fields of a program in which there are no sizes.
 _WITHOUT_SIZES = frozenset({"inputs", "constants", "mutated", "aligned", "numbers"})

@@ -29,8 +29,8 @@ from millstream._torch.compiler.symbols import NUMBERS, simplified, without_guar
 from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
+from millstream.kernels.writers import arguments_of, convolve_relu, find_epilogue, find_join, find_writer
 from millstream.lower.control_flow import CONTROL, control_of
-from millstream.lower.convolutions.writers import arguments_of, convolve_relu, find_epilogue, find_join, find_writer
 from millstream.lower.inductor.fx_wrapper import GeneratedKernel, checks_indices
 from millstream.lower.operators import (
     count_elementwise,
@@ -40,7 +40,7 @@ from millstream.lower.operators import (
     may_raise,
     written_arguments,
 )
-from millstream.lower.program import EMPTY, Call, Layout, Program, Value, View
+from millstream.program import EMPTY, Call, Layout, Program, Value, View
 
 _PRETENDED = ("rng:", "whole:")
 """How names of buffers begin that are there for the order of kernels: generators, and all of the inputs as one."""

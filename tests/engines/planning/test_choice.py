@@ -479,7 +479,7 @@ def test_another_form_of_our_kernels_starts_empty(kept, device, monkeypatch, tmp
     _, costs, _ = kept
     for name, text in (("__init__.py", ""), ("kernel.py", "one form")):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(store.convolutions, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(store.kernels, "__file__", str(tmp_path / "__init__.py"))
     seen = set()
     for text in ("one form", "another", "one form"):
         (tmp_path / "kernel.py").write_text(text)

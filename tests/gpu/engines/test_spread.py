@@ -12,7 +12,7 @@ from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.cuda_graphs.occupancy import load_driver, read_kernels
 from millstream.device.cuda_graphs.spread import code_name, spread_kernels
 from millstream.graph import Spread
-from millstream.lower.program import is_generated
+from millstream.program import is_generated
 
 pytestmark = pytest.mark.gpu
 
@@ -86,5 +86,5 @@ def test_kernels_that_are_generated_are_known_by_their_names(spread):
     for _, params, function in read_kernels(load_driver(), captured.graph):
         asked[code_name(load_driver(), function)] = params.shared_bytes
     assert any(name.startswith("triton_") for name in asked)
-    assert min(asked["dense"], asked["depthwise"]) > 50_000
+    assert min(asked["conv2d"], asked["depthwise"]) > 50_000
     assert torch.equal(captured.run(captured.inputs)[0], expected)

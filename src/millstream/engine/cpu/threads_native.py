@@ -39,7 +39,7 @@ from millstream.engine.cpu.worker_pool import Library, WorkerPool, library
 from millstream.engine.source import callee
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Kernel, Launch, Plan, Record, Wait
-from millstream.lower.program import Call, Program, Value
+from millstream.program import Call, Program, Value
 
 Runner = Callable[[list[Any]], list[Any]]
 

@@ -28,7 +28,7 @@ from millstream.engine.cuda.workspaces import take_workspaces
 from millstream.engine.source import compile_plan
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
-from millstream.lower.program import Layout, Value, is_generated
+from millstream.program import Layout, Value, is_generated
 
 
 class Family:

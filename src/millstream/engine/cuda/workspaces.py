@@ -13,7 +13,7 @@ import torch
 from millstream.device import DeviceContext, guard
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.graph import KernelKind
-from millstream.lower.program import Program
+from millstream.program import Program
 
 
 def take_workspaces(context: DeviceContext, program: Program, num_streams: int) -> None:

@@ -26,7 +26,7 @@ from millstream.engine.cuda.captured import Captured
 from millstream.engine.planning.choice import CandidatePlan, Found, Recipe, Scheduling, from_json, plan_by, propose
 from millstream.engine.planning.trial import Trials, Way, compare
 from millstream.graph import KernelGraph, KernelKind
-from millstream.lower.program import Program
+from millstream.program import Program
 from millstream.schedule import peak_bytes
 
 WHAT = "capture a step with its collectives"

@@ -22,7 +22,7 @@ from millstream.cost import Costs
 from millstream.device.cuda_graphs.spread import BESIDE, SMALL
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN, PLANNED_ROLES, Candidate, KernelGraph, Plan, Spread, Wait, format_graph
-from millstream.lower.program import Program
+from millstream.program import Program
 from millstream.progress import count
 from millstream.schedule import POLICIES, critical_path_ns, peak_bytes, plan_graph, plan_serial
 from millstream.simulate import simulate

@@ -28,7 +28,7 @@ from millstream.engine.source import compile_plan
 from millstream.engine.unchanged import unchanged
 from millstream.graph import CHOSEN, Candidate, Plan
 from millstream.lower import Lowered
-from millstream.lower.program import Program
+from millstream.program import Program
 from millstream.schedule import assign_offsets, critical_path_ns, peak_bytes, plan_graph
 from millstream.simulate import simulate
 

@@ -22,7 +22,7 @@ from millstream.device.cuda_graphs.occupancy import filled_share
 from millstream.engine.cuda.workspaces import take_workspaces
 from millstream.engine.unchanged import may_count, rewinding
 from millstream.graph import Kernel, KernelGraph
-from millstream.lower.program import Program
+from millstream.program import Program
 
 TARGET_NS = 100_000  # length of a timed graph: short launches are repeated more often
 MOST_REPEATS, FEWEST_REPEATS = 24, 4

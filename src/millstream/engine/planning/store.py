@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from millstream import kernels
 from millstream.cache import cache_folder, write
 from millstream.cost import CostTable, format_table, parse_table
 from millstream.errors import ArgumentError
-from millstream.lower import convolutions
 from millstream.lower.inductor import tuning
 
 
@@ -76,6 +76,6 @@ def versions() -> dict[str, str]:
 def _own_kernels() -> str:
     """Another name for another form of them, whose times say nothing of the present one's."""
     digest = hashlib.sha256()
-    for source in sorted(Path(convolutions.__file__).parent.rglob("*.py")):
+    for source in sorted(Path(kernels.__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

@@ -13,7 +13,7 @@ from millstream.device import DeviceContext
 from millstream.engine.cuda.captured import Captured
 from millstream.engine.planning.choice import CandidatePlan
 from millstream.engine.unchanged import unchanged
-from millstream.lower.program import Program
+from millstream.program import Program
 
 WARM_UPS = 2
 LEAST_SAMPLES, MOST_SAMPLES = 7, 25

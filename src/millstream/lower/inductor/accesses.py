@@ -26,11 +26,11 @@ from torch._inductor.loop_body import MemoryUsageType
 from torch._inductor.scheduler import ForeachKernelSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 
+from millstream._torch.operators import is_users
 from millstream._torch.workarounds import is_off, replaced
 from millstream.check.values import OLD, Misread, Nest, Operation, Read, Version, Write, find_misreads
 from millstream.errors import MisreadError
 from millstream.lower.inductor.indices import places_of, places_of_layout
-from millstream.lower.operators import is_users
 from millstream.lower.translate import op_names, source_line
 
 _LOADS = (MemoryUsageType.LOAD, MemoryUsageType.BUCKETIZE)

@@ -21,8 +21,8 @@ from millstream._torch.compiler.expressions import decode_expression, encode_exp
 from millstream._torch.compiler.symbols import NUMBERS, definition_of, expression_of
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.lower.kept.key import NotKept, bytes_of
-from millstream.lower.program import Call, Layout, Program, Value, View
 from millstream.lower.translate import storage_bytes
+from millstream.program import Call, Layout, Program, Value, View
 
 _CLASSES: dict[str, type] = {
     each.__name__: each for each in (Buffer, Call, Kernel, KernelGraph, Layout, Program, Value, View)

@@ -36,8 +36,8 @@ from millstream.lower.inductor.fx_wrapper import SOURCES, GeneratedKernel, Sourc
 from millstream.lower.kept.encoding import Decoder, Encoder
 from millstream.lower.kept.key import NotKept, describe_graph, describe_settings
 from millstream.lower.kept.tuners import encode_tuners, offer_tuners
-from millstream.lower.program import Program
 from millstream.lower.translate import module_path, source_line
+from millstream.program import Program
 
 LOGGER = logging.getLogger("millstream")
 

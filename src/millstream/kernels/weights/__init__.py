@@ -1,0 +1,1 @@
+"""Weights of convolutions, made ready by a kernel of our own."""

@@ -1,1 +1,0 @@
-"""What is done to convolutions in the graph of operators, before Inductor."""
