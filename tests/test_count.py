@@ -4,6 +4,7 @@ import runpy
 from pathlib import Path
 
 COUNT = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "count.py"))
+PACKAGE = COUNT["PACKAGE"]
 
 MODULE = '''"""A docstring
 of two lines."""
@@ -27,21 +28,21 @@ def test_docstrings_comments_and_blank_lines_are_no_code():
 
 
 def test_defects_of_a_package_are_found(tmp_path):
-    source = tmp_path / "src" / "millstream"
+    source = tmp_path / "src" / PACKAGE
     for folder in ("", "one", "two"):
         (source / folder).mkdir(parents=True, exist_ok=True)
         (source / folder / "__init__.py").touch()
     (source / "one" / "same.py").write_text(MODULE)
-    (source / "two" / "same.py").write_text("from millstream.two.other import x\nclass Twice: ...\n" + "pass\n" * 500)
+    (source / "two" / "same.py").write_text(f"from {PACKAGE}.two.other import x\nclass Twice: ...\n" + "pass\n" * 500)
     (source / "two" / "other.py").write_text(
-        "from typing import TYPE_CHECKING\nx = 1\nif TYPE_CHECKING:\n    import millstream.two.same\n"
+        f"from typing import TYPE_CHECKING\nx = 1\nif TYPE_CHECKING:\n    import {PACKAGE}.two.same\n"
         "@triton.jit\ndef kernel(a, b, c, d, e, f, g, h, i): ...\n"
     )
     trees = {COUNT["module_name"](path, source): COUNT["ast"].parse(path.read_text()) for path in source.rglob("*.py")}
     found = {what: which or number for what, number, which in COUNT["defects"](source, trees)}
     assert found == {
         "lines of the median file": 13,
-        "files over 450 lines": "two/same.py 502",
+        "files over 450 lines": f"{Path('two', 'same.py')} 502",
         "folders over 12 files": 0,
         "functions over 8 parameters": "Twice 9",
         "file names for several things": "same.py ×2",

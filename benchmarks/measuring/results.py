@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -251,9 +251,7 @@ def current_commit() -> str | None:
 
 
 def join(reports: Iterable[Report]) -> Report:
-    """Join runs of one suite on one kind of device; of a case that ran twice the later run counts.
-
-    A row that was measured at another commit than the first run's says so in its note.
+    """Join runs of one suite at one commit on one kind of device; of a case that ran twice the later run counts.
 
     Raises:
         ValueError: The runs cannot stand in one table.
@@ -261,17 +259,14 @@ def join(reports: Iterable[Report]) -> Report:
     first, *others = reports
     joined = Report.from_dict(first.to_dict())
     for other in others:
-        for name in ("suite", "device", "libraries"):
+        for name in ("suite", "device", "libraries", "commit"):
             if getattr(first, name) != getattr(other, name):
                 raise ValueError(f"runs differ in {name}: {getattr(first, name)!r} and {getattr(other, name)!r}")
         measured = {row.case for row in other.rows if row.ours_ms is not None}
         unknown = {row.case for row in other.rows} - {row.case for row in joined.rows}
         taken = measured | unknown
         joined.rows = [row for row in joined.rows if row.case not in taken]
-        rows = [row for row in other.rows if row.case in taken]
-        if other.commit != first.commit:
-            rows = [replace(row, note="; ".join(filter(None, [row.note, f"at {other.commit}"]))) for row in rows]
-        joined.rows += rows
+        joined.rows += [row for row in other.rows if row.case in taken]
         joined.command += f"`, `{other.command}"
         joined.quick |= other.quick
         joined.date = max(joined.date, other.date)

@@ -46,6 +46,6 @@ def test_joined_runs_keep_the_latest_measured_case():
     assert join([report(GRAPH), report(newer, other)]).rows == [newer, other]
     assert join([report(GRAPH), report(failed)]).rows == [GRAPH]
     assert join([report(failed), report(GRAPH)]).rows == [GRAPH]
-    assert join([report(GRAPH), report(other, commit="def")]).rows == [GRAPH, replace(other, note="at def")]
-    with pytest.raises(ValueError, match="device"):
-        join([report(GRAPH), replace(report(GRAPH), device="another GPU")])
+    for what, other in (("device", "another GPU"), ("commit", "def")):
+        with pytest.raises(ValueError, match=what):
+            join([report(GRAPH), replace(report(GRAPH), **{what: other})])
