@@ -21,8 +21,8 @@ SANITIZE = compute-sanitizer --report-api-errors no --error-exitcode 1
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
 
-run: $(SETUP) ## train a character LSTM, eager and then as one graph; prints both speeds (under three minutes on two cores)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) -m millstream.cli train char-rnn
+run: $(SETUP) ## train a character LSTM, eager and as one graph in turn; prints both speeds (a minute on two cores)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) examples/char_rnn.py
 
 test: $(SETUP) ## the tests that need no GPU, without the slow ones (17 minutes on two cores)
 	$(PYTHON) -m pytest -m "not gpu and not slow" -n auto --maxprocesses 8 --dist worksteal

@@ -64,10 +64,7 @@ def test_script_that_ends_early_is_explained(end, tmp_path, capsys):
         ("absent.py:step", "cannot read absent.py: No such file"),
         ("run.py:other", "run.py has no global 'other'; compiled there: step"),
         ("run.py:trainer.other", "run.py:trainer.other: 'Trainer' object has no attribute 'other'"),
-        (
-            "other",
-            "'other' is nothing to explain: give SCRIPT.py:OBJECT, as in train.py:train_step, or one of char-rnn",
-        ),
+        ("other", "'other' is nothing to explain: give SCRIPT.py:OBJECT, as in train.py:train_step"),
         ("run.py:model", "Expected what ms.compile or ms.step returned, got Linear"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The command line: ``millstream train``, ``millstream explain`` and ``millstream doctor``."""
+"""The command line: ``millstream explain``, ``profile``, ``doctor`` and others."""
 
 from millstream.cli.command import main
 

@@ -1,36 +1,20 @@
-"""Arguments of the command line: ``train``, ``explain`` and ``doctor``, and which function each command calls.
-
-A job is imported only when it runs.
-"""
+"""Arguments of the command line, and which function each command calls, imported when it runs."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from millstream import __version__
 from millstream.cli.exits import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from millstream.errors import ArgumentError
 
-if TYPE_CHECKING:
-    from millstream.cli.training.job import Job
+SCRIPT_COMMANDS = ("profile", "syncs", "warm", "simulate")
+"""Options, a script, and all that follows is the script's own."""
 
-SCRIPT_COMMANDS = (
-    "profile",
-    "syncs",
-    "warm",
-    "simulate",
-)  # options, a script, and all that follows is the script's own
 WITH_VALUE = ("--save", "--fail-if", "--devices", "--network", "--per-host", "--fit")
-JOBS = {
-    "char-rnn": "a character LSTM, written as a custom cell, on text",
-    "digits": "a convolutional network with BatchNorm on scikit-learn's digits",
-}
-MAX_SEED = 2**32 - 1  # leaves room to mix an epoch into the 64 bits that PyTorch takes
+MOST_DEVICES = 1 << 20
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,8 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: Arguments without the program's name; ``None`` takes those of the process.
 
     Returns:
-        The exit code: 0, 1 when compiled and eager losses disagree or the doctor found something broken, 2 for bad
-        input and sizes for which memory is too short, 130 when interrupted.
+        The exit code: 0, 1 when the doctor found something broken, 2 for bad input, 130 when interrupted.
     """
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
@@ -49,44 +32,19 @@ def main(argv: list[str] | None = None) -> int:
     except ArgumentError as error:
         print(f"millstream: error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        print("millstream: error: not enough memory for a model of this size", file=sys.stderr)
-        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("millstream: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    end = len(argv)
-    if argv[:1] == ["explain"] and _names_script(argv[1:]):
-        argv = ["explain", "script", *argv[1:]]
-        # The script's own arguments stand last; argparse would end their list at the first option before them.
-        end = argv.index("--") if "--" in argv else len(argv)
     if argv and argv[0] in SCRIPT_COMMANDS:
         end = _end_of_options(argv)
         own = argparse.Namespace(target=argv[end] if end < len(argv) else "", arguments=argv[end + 1 :])
-        return make_parser().parse_args(argv[:end], own)
-    return make_parser().parse_args(argv[:end], argparse.Namespace(arguments=argv[end + 1 :], argv=argv))
-
-
-def _names_script(argv: list[str]) -> bool:
-    """Whether arguments of ``explain`` are about a script: its own ones stand after ``--``.
-
-    Raises:
-        ArgumentError: They are neither about a script nor a job.
-    """
-    own = argv[: argv.index("--")] if "--" in argv else argv
-    if any(each.partition(":")[0].endswith(".py") for each in own):
-        return own[0] != "script"
-    if own and not own[0].startswith("-") and own[0] not in (*JOBS, "script"):
-        raise ArgumentError(
-            f"{own[0]!r} is nothing to explain: give SCRIPT.py:OBJECT, as in train.py:train_step, or one of "
-            f"{', '.join(JOBS)}."
-        )
-    return False
+    else:  # a script's own arguments stand last; argparse would end their list at the first option before them
+        end = argv.index("--") if "--" in argv else len(argv)
+        own = argparse.Namespace(arguments=argv[end + 1 :])
+    return make_parser().parse_args(argv[:end], own)
 
 
 def _end_of_options(argv: list[str]) -> int:
@@ -104,44 +62,16 @@ def _end_of_options(argv: list[str]) -> int:
     return min(position, len(argv))
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was short: PyTorch has an error of its own for devices only."""
-    words = ("can't allocate memory", "not enough memory", "out of memory", "Storage size calculation overflowed")
-    return isinstance(error, MemoryError) or any(each in str(error) for each in words)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; parsed arguments carry their function as ``run``."""
     parser = argparse.ArgumentParser(
         prog="millstream",
-        description="Look whether everything works here, show the graph of a script's step or model, or train a small "
-        "model as one graph of fused kernels.",
+        description="Look whether everything works here, and show what the steps and models of a script became, what "
+        "they wait for, and what more devices would give.",
     )
     parser.add_argument("--version", action="version", version=f"millstream {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    train = commands.add_parser("train", help="train a model, eager and then as one graph, and compare")
-    explain = commands.add_parser(
-        "explain",
-        help="show the graph of a training step or model: explain script.py:object",
-        description="Show a graph: of a step or model in a script of yours (script.py:object), or of a job's step.",
-    )
-    explain.usage = "%(prog)s [-h] SCRIPT.py:OBJECT [--json] [--save FILE] [--measure] [-- ARG ...] | JOB [option ...]"
-    for command, run, add_options in ((train, _train, _add_train_options), (explain, _explain, _add_explain_options)):
-        what = "SCRIPT.py:OBJECT or JOB" if command is explain else "JOB"
-        jobs = command.add_subparsers(metavar=what, dest="job", required=True)
-        for name, add_sizes in (("char-rnn", _add_char_rnn_sizes), ("digits", _add_digits_sizes)):
-            job = jobs.add_parser(name, help=JOBS[name], description=f"{command.prog} {name}: {JOBS[name]}.")
-            job.set_defaults(run=run)
-            job.add_argument("--device", help="cpu, cuda or cuda:N (cuda where there is one)")
-            seed = _number(int, 0, MAX_SEED)
-            job.add_argument("--seed", type=seed, default=0, help="of weights, batches and sample (%(default)s)")
-            add_options(job)
-            add_sizes(job)
-            if command is train and name == "char-rnn":
-                help_devices = "share each batch between so many, a process each (%(default)s)"
-                job.add_argument("--devices", type=_number(int, 1), default=1, help=help_devices)
-        if command is explain:
-            _add_script(jobs)
+    _add_explain(commands)
     _add_profile(commands)
     _add_simulate(commands)
     _add_cache(commands)
@@ -154,6 +84,25 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=_doctor)
     doctor.add_argument("--quick", action="store_true", help="look only; compile nothing")
     return parser
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="show the graph of a training step or model: explain script.py:object",
+        description="Run a script, to its end or until Ctrl-C, and show what ms.step or ms.compile made of a step or "
+        "model in it.",
+    )
+    explain.usage = "%(prog)s [-h] [--json] [--save FILE] [--measure] SCRIPT.py:OBJECT [-- ARG ...]"
+    explain.set_defaults(run=_explain)
+    explain.add_argument(
+        "target", metavar="SCRIPT.py:OBJECT", help="as script.py:train_step, or script.py:trainer.model"
+    )
+    explain.add_argument("--json", action="store_true", help="print it as JSON")
+    explain.add_argument(
+        "--save", type=Path, metavar="FILE", help="draw it into a .html, .svg or .json (Perfetto) file too"
+    )
+    explain.add_argument("--measure", action="store_true", help="run it some more times, and time each kernel")
 
 
 def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -224,8 +173,7 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="LINK[,LINK]",
         help="what connects the devices of a host, and hosts: nvlink, gloo, free, ib-GBITS, eth-GBITS (%(default)s)",
     )
-    per_host = _number(int, 1, 1 << 20)
-    simulate.add_argument("--per-host", type=per_host, default=8, metavar="N", help="devices of a host (%(default)s)")
+    simulate.add_argument("--per-host", type=_count, default=8, metavar="N", help="devices of a host (%(default)s)")
     simulate.add_argument(
         "--fit",
         type=Path,
@@ -235,6 +183,17 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     simulate.add_argument("--json", action="store_true", help="print it as JSON")
 
 
+def _count(text: str) -> int:
+    """Parse a number of devices.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    if not (text.isdecimal() and 0 < int(text) <= MOST_DEVICES):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of devices")
+    return int(text)
+
+
 def _counts(text: str) -> tuple[int, ...]:
     """Parse numbers of devices.
 
@@ -242,12 +201,9 @@ def _counts(text: str) -> tuple[int, ...]:
         argparse.ArgumentTypeError: They are none.
     """
     try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        counts = ()
-    if not counts or not all(0 < count <= 1 << 20 for count in counts):
-        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of devices, as in 8,64,512")
-    return counts
+        return tuple(map(_count, text.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers of devices, as in 8,64,512") from error
 
 
 def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -271,116 +227,14 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     cache.add_argument("--clear", action="store_true", help="remove all of it")
 
 
-def _add_script(jobs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "what ms.step or ms.compile returned in a script, which is run to its end or until Ctrl-C"
-    script = jobs.add_parser("script", help=text, description=f"Explain {text}.")
-    script.set_defaults(run=_explain_script)
-    script.add_argument(
-        "target", metavar="SCRIPT.py:OBJECT", help="as script.py:train_step, or script.py:trainer.model"
-    )
-    script.usage = "%(prog)s [-h] [--json] [--save FILE] SCRIPT.py:OBJECT [-- ARG ...]"
-    _add_explain_options(script)
-
-
-def _add_train_options(parser: argparse.ArgumentParser) -> None:
-    count, seconds = _number(int, 1, sys.maxsize), _number(float, 0)
-    parser.add_argument("--steps", type=count, help="steps of this run (the job's own number, if time allows)")
-    parser.add_argument(
-        "--seconds", type=seconds, help="end this run after so much time (150, or without limit where --steps is given)"
-    )
-    parser.add_argument(
-        "--compare",
-        type=_number(int, 0, sys.maxsize),
-        default=20,
-        help="steps to run eagerly too, and to compare (%(default)s)",
-    )
-    parser.add_argument("--checkpoint", type=Path, help="where to save (the file of --resume, or runs/JOB.pt)")
-    parser.add_argument("--resume", type=Path, help="go on exactly where this checkpoint stopped")
-
-
-def _add_explain_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
-    parser.add_argument(
-        "--save", type=Path, metavar="FILE", help="draw it into a .html, .svg or .json (Perfetto) file too"
-    )
-    parser.add_argument("--measure", action="store_true", help="run it some more times, and time each kernel")
-
-
-def _add_char_rnn_sizes(parser: argparse.ArgumentParser) -> None:
-    size = _number(int, 1)
-    parser.add_argument("--text", type=Path, help="a UTF-8 file (the source of Python's standard library)")
-    parser.add_argument("--layers", type=size, default=2, help="LSTM layers (%(default)s)")
-    parser.add_argument("--hidden", type=size, default=128, help="units of a layer (%(default)s)")
-    parser.add_argument("--sequence", type=size, default=50, help="characters the step unrolls over (%(default)s)")
-    parser.add_argument("--batch", type=size, default=50, help="sequences in a batch (%(default)s)")
-    parser.add_argument("--vocabulary", type=_number(int, 2), default=65, help="characters told apart (%(default)s)")
-    parser.add_argument("--sample", type=_number(int, 0), default=400, help="characters to generate (%(default)s)")
-    parser.add_argument(
-        "--temperature", type=_number(float, 0.01), default=0.8, help="of the sample, low is safe (%(default)s)"
-    )
-
-
-def _add_digits_sizes(parser: argparse.ArgumentParser) -> None:
-    size = _number(int, 1)
-    parser.add_argument("--batch", type=_number(int, 2), default=64, help="images in a batch (%(default)s)")
-    parser.add_argument("--width", type=size, default=16, help="channels of the first convolution (%(default)s)")
-
-
-def _number(kind: Callable[[str], float], low: float, high: float = math.inf) -> Callable[[str], float]:
-    """Return an argparse type: a number of this kind from ``low`` to ``high``."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high:
-            wanted = f"from {low} to {high}" if high < sys.maxsize or value > high else f"{low} or more"
-            raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
-        return value
-
-    parse.__name__ = getattr(kind, "__name__", "number")  # argparse names the type in its message
-    return parse
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    from millstream.cli.training.devices import Team, check_devices, is_launched, launch, own_device
-    from millstream.cli.training.job import find_device
-
-    devices = getattr(arguments, "devices", 1)
-    if devices > 1 and not is_launched():
-        check_devices(arguments.device, devices)
-        return launch(arguments.argv, devices)
-
-    from millstream.cli.training.train import train
-
-    def run(team: Team | None = None) -> int:
-        return train(
-            _make_jobs(arguments),
-            steps=arguments.steps,
-            seconds=arguments.seconds,
-            compare=arguments.compare,
-            resume=arguments.resume,
-            checkpoint=arguments.checkpoint or arguments.resume or Path("runs", f"{arguments.job}.pt"),
-            team=team,
-        )
-
-    if devices == 1:
-        return run()
-    arguments.device = own_device(arguments.device)
-    with Team.joined(find_device(arguments.device)) as team:
-        return run(team)
-
-
 def _explain(arguments: argparse.Namespace) -> int:
     from millstream.cli.explain import Showing, explain
 
-    show = Showing(arguments.json, arguments.save, arguments.measure)
-    return explain(_make_jobs(arguments), show)
-
-
-def _explain_script(arguments: argparse.Namespace) -> int:
-    from millstream.cli.explain import Showing, explain_script
-
-    show = Showing(arguments.json, arguments.save, arguments.measure)
-    return explain_script(arguments.target, arguments.arguments, show)
+    if not arguments.target.partition(":")[0].endswith(".py"):
+        raise ArgumentError(
+            f"{arguments.target!r} is nothing to explain: give SCRIPT.py:OBJECT, as in train.py:train_step."
+        )
+    return explain(arguments.target, arguments.arguments, Showing(arguments.json, arguments.save, arguments.measure))
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
@@ -437,29 +291,3 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from millstream.cli.doctor import examine
 
     return examine(tries=not arguments.quick)
-
-
-def _make_jobs(arguments: argparse.Namespace) -> Callable[[], Job]:
-    """Read the data of the job that ``arguments`` name; what comes back makes the job, the same one every time."""
-    from millstream.cli.training.job import find_device
-
-    device = find_device(arguments.device)
-    if arguments.job == "char-rnn":
-        from millstream.cli.training import char_rnn
-
-        sizes = char_rnn.Sizes(
-            layers=arguments.layers,
-            hidden=arguments.hidden,
-            sequence=arguments.sequence,
-            batch=arguments.batch,
-        )
-        text = char_rnn.read_text(arguments.text)
-        corpus = char_rnn.make_corpus(text, arguments.vocabulary)
-        sample = char_rnn.Sample(arguments.sample, arguments.temperature)
-        return lambda: char_rnn.make_job(corpus, sizes, sample, device, arguments.seed)
-
-    from millstream.cli.training import digits
-
-    images = digits.load_images()
-    sizes = digits.Sizes(batch=arguments.batch, width=arguments.width)
-    return lambda: digits.make_job(images, sizes, device, arguments.seed)

@@ -1,7 +1,6 @@
 """Exit codes of the commands."""
 
 EXIT_OK = 0
-EXIT_DISAGREE = 1  # ``train``: compiled and eager losses differ
 EXIT_BROKEN = 1  # ``doctor``: something does not work
 EXIT_FAILED = 1  # ``profile``: the script did
 EXIT_BAD_INPUT = 2  # as argparse's own

@@ -1,23 +1,19 @@
-"""The command ``explain``: the graph of a script's step or model, or of a job's, in words, as data, as a picture."""
+"""The command ``explain``: the graph of a script's step or model, in words, as data, as a picture."""
 
 from __future__ import annotations
 
 import json
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import millstream as ms
 from millstream.api import is_compiled
-from millstream.cli.training.job import Job
 from millstream.errors import ArgumentError, check_folder
 from millstream.report.explanation import writer_for
-
-STEPS_UNTIL_CAPTURED = 2  # the first step initialises the optimizer, the second is captured
 
 
 @dataclass(frozen=True)
@@ -35,19 +31,7 @@ class Showing:
     measure: bool = False
 
 
-def explain(make_job: Callable[[], Job], show: Showing) -> int:
-    """Capture the step of a job, print what it became, and return the exit code."""
-    _check(show)
-    job = make_job()
-    step = ms.step(job.step)
-    carry = job.carry
-    with ms.feed(islice(job.batches(0), STEPS_UNTIL_CAPTURED), job.device) as batches:
-        for inputs, targets in batches:
-            _, carry = step(inputs, targets, carry)
-    return _show(step, show)
-
-
-def explain_script(target: str, arguments: list[str], show: Showing) -> int:
+def explain(target: str, arguments: list[str], show: Showing) -> int:
     """Run a script as ``python script.py`` would, then explain an object of its globals.
 
     Ctrl-C ends the script, not the explanation: of a long training run, a few steps are enough.
@@ -61,9 +45,15 @@ def explain_script(target: str, arguments: list[str], show: Showing) -> int:
         ArgumentError: There is no such script or object, or it is nothing that can be explained; or, before anything
             runs, the picture cannot go where it is to.
     """
-    _check(show)
+    if show.save:
+        writer_for(show.save)
+        check_folder(show.save)
     script, _, name = target.partition(":")
-    return _show(_find(run_script(script, arguments), script, name), show)
+    explanation = ms.explain(_find(run_script(script, arguments), script, name), measure=show.measure)
+    if show.save:
+        explanation.save(show.save)
+    print(json.dumps(explanation.to_dict(), indent=2) if show.as_json else explanation)
+    return 0
 
 
 def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
@@ -112,17 +102,3 @@ def _find(names: dict[str, Any], script: str, name: str) -> Any:
 
 def _told(compiled: list[str]) -> str:
     return f"compiled there: {', '.join(compiled)}" if compiled else "none of its globals is compiled by Millstream"
-
-
-def _check(show: Showing) -> None:
-    if show.save:
-        writer_for(show.save)
-        check_folder(show.save)
-
-
-def _show(compiled: Any, show: Showing) -> int:
-    explanation = ms.explain(compiled, measure=show.measure)
-    if show.save:
-        explanation.save(show.save)
-    print(json.dumps(explanation.to_dict(), indent=2) if show.as_json else explanation)
-    return 0

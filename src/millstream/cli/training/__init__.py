@@ -1,1 +1,0 @@
-"""The command ``train``: its loop, its jobs, checkpoints, and several devices."""
