@@ -47,8 +47,9 @@ check: $(SETUP) ## lint, format, types and layers
 	$(PYTHON) -m pyrefly check --python-interpreter-path $(PYTHON)
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()" --no-logo
 
-gpu: $(SETUP) ## the tests that need a GPU (PYTHON=python3 where torch is already installed)
+gpu: $(SETUP) ## the tests that need a GPU (PYTHON=python3 where torch is already installed), engines without our kernels, too
 	$(PYTHON) -m pytest tests/gpu -m gpu
+	MILLSTREAM_WITHOUT=own-kernels $(PYTHON) -m pytest tests/gpu/engines tests/gpu/test_kept.py tests/gpu/test_random_programs.py -m "gpu and not own_kernels"
 
 gpu2: $(SETUP) ## the tests that need two GPUs, or take all there are
 	$(PYTHON) -m pytest tests/gpu/test_data_parallel.py tests/gpu/test_many_ranks.py -m gpu

@@ -21,16 +21,8 @@ from millstream._torch.switches import present
 from millstream._torch.tensors import reinterpret, tracked_view
 from millstream.graph import KernelGraph
 
-OWN_KERNELS = frozenset({"conv2d", "depthwise", "reduce_partials", "convert"})
-"""Names of the kernels of ``kernels/``, as a device knows them."""
-
 EMPTY: Callable[..., Any] = torch.ops.aten.empty_strided.default
 """What takes memory and writes nothing into it."""
-
-
-def is_generated(name: str) -> bool:
-    """Whether the code of this name on a GPU is Triton's, by TorchInductor or of our own, and no library's."""
-    return name.startswith("triton_") or name in OWN_KERNELS
 
 
 @dataclass(frozen=True, slots=True)

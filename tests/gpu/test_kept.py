@@ -25,6 +25,7 @@ def names(compiled):
     return [kernel.name for executable in api.executables(compiled) for kernel in executable.plan.graph.kernels]
 
 
+@pytest.mark.own_kernels
 def test_model_with_own_kernels_is_found(monkeypatch):
     def run():
         torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 import functools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,15 +12,13 @@ from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.device import context
 from millstream.engine.source import compile_plan
-from millstream.kernels import horizontal_fusion, launches, writers
-from millstream.kernels.conv2d import channels, conv2d, split_k
-from millstream.kernels.conv2d.conv2d import CONVOLVE, Conv2d
+from millstream.kernels import cudnn, launches, nodes, registry
+from millstream.kernels.conv2d import channels, conv2d, conv2d_writer, split_k
+from millstream.kernels.conv2d.conv2d import CONVOLVE
 from millstream.kernels.depthwise import depthwise
-from millstream.kernels.depthwise.depthwise import CONVOLVE_DEPTHWISE, Depthwise
-from millstream.kernels.horizontal_fusion import Family
-from millstream.kernels.weights import conversions
-from millstream.kernels.weights.weights import CONVERT, Conversion
-from millstream.lower import translate
+from millstream.kernels.depthwise.depthwise import CONVOLVE_DEPTHWISE
+from millstream.kernels.weights import conversions, weights
+from millstream.kernels.weights.weights import CONVERT
 from millstream.schedule import plan_graph, plan_serial
 from tests.networks import lowered
 
@@ -29,9 +28,9 @@ CONVOLUTION = torch.ops.aten.convolution.default
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """Take every tensor for one on a GPU, and every convolution for one that cuDNN could compute."""
-    monkeypatch.setattr(writers, "_on_device", lambda image: True)
-    monkeypatch.setattr(writers, "_has_triton", lambda: True)
-    monkeypatch.setattr(writers, "_cudnn_layout", lambda *arguments: torch.channels_last)
+    monkeypatch.setattr(nodes, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(nodes, "_has_triton", lambda: True)
+    monkeypatch.setattr(cudnn, "_cudnn_layout", lambda *arguments: torch.channels_last)
     monkeypatch.setattr(launches, "_asynchronous_mode", lambda: None)  # stand-ins are not Triton's
 
 
@@ -90,17 +89,23 @@ def convolve_relu(image, weight, bias, stride, padding, dilation, groups):
 
 #: Where programs have these kernels from.
 STAND_INS = {
-    convolve_2d: (writers, split_k),
-    convolve_depthwise: (writers,),
+    convolve_2d: (conv2d_writer, split_k),
+    convolve_depthwise: (depthwise,),
     convolve_2d_together: (split_k,),
     convolve_depthwise_together: (),
     convolve_2d_partials: (split_k,),
     reduce_2d_partials: (split_k,),
-    convert_weight: (writers, horizontal_fusion),
+    convert_weight: (weights,),
     convert_weights_together: (),
-    convolve: (writers,),
-    convolve_relu: (translate,),
+    convolve: (cudnn,),
+    convolve_relu: (cudnn,),
 }
+
+
+def use_groupings(monkeypatch, change):
+    """Let families have other groupings."""
+    families = [replace(each, grouping=each.grouping and change(each.grouping)) for each in registry.FAMILIES]
+    monkeypatch.setattr(registry, "FAMILIES", families)
 
 
 @pytest.fixture
@@ -122,19 +127,15 @@ def own_kernels(pretended_gpu, monkeypatch):
         return counted
 
     counted = {function: count(function) for function in STAND_INS}
-    families = {
-        counted[alone]: Family(task, None, counted[together])
-        for alone, task, together in (
-            (convolve_2d, Conv2d, convolve_2d_together),
-            (convolve_depthwise, Depthwise, convolve_depthwise_together),
-            (convert_weight, Conversion, convert_weights_together),
-        )
-    }
-    for module in (horizontal_fusion, writers):
-        monkeypatch.setattr(module, "FAMILIES", families)
+    by_name = {function.__name__: stand_in for function, stand_in in counted.items()}
+    use_groupings(
+        monkeypatch,
+        lambda grouping: grouping._replace(
+            alone=by_name[grouping.alone.__name__], launches=None, together=by_name[grouping.together.__name__]
+        ),
+    )
     for module in (channels, conversions, conv2d, depthwise):
         monkeypatch.setattr(module, "_DTYPES", (torch.double,))
-    monkeypatch.setattr(channels, "_on_device", lambda value: True)
     return called
 
 
@@ -161,7 +162,7 @@ def run_everywhere(model, x):
 def writer(**facts):
     """What computes such a convolution; ``None`` where PyTorch does."""
     (*_, node) = graph_of(**facts).nodes
-    found = writers.find_writer(node)
+    found = registry.find_writer(node)
     return found and found.function
 
 

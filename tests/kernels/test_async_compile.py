@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from millstream.kernels import launches, writers
+from millstream.kernels import launches, registry
 from millstream.kernels.launches import Launch, compiling, pointers
 from tests.kernels.stand_ins import graph_of, pretended_gpu  # noqa: F401
 
@@ -109,7 +109,7 @@ def test_without_triton_nobody_is_asked(monkeypatch):
 def test_a_launch_of_a_fake_tensor_is_that_of_the_real_one(pretended_gpu):  # noqa: F811
     pytest.importorskip("triton")
     graph = graph_of(groups=32, window=(5, 5)), graph_of(outputs=64), graph_of(outputs=7)
-    depthwise, conv2d, none = (list(writers.find_launches(each)) for each in graph)
+    depthwise, conv2d, none = (list(registry.find_launches(each)) for each in graph)
     assert [each.constants["WINDOWS"] for each in depthwise] == [((5, 5),)]
     assert [each.constants["IS_POINTWISE"] for each in conv2d] == [False]
     assert not none

@@ -14,9 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import millstream as ms
 from millstream.api import executables
 from millstream.graph import KernelKind
+from millstream.kernels import nodes
+from millstream.kernels.channels_last import puts_channels_last
 from millstream.kernels.conv2d import channels, conv2d
-from millstream.kernels.conv2d.channels import align_channels, puts_channels_last
-from millstream.kernels.writers import arguments_of
+from millstream.kernels.conv2d.channels import align_channels
+from millstream.kernels.nodes import arguments_of
 
 CONVOLUTION = torch.ops.aten.convolution.default
 DOUBLE = torch.float64  # in which nothing but a mistake makes a difference
@@ -25,7 +27,8 @@ DOUBLE = torch.float64  # in which nothing but a mistake makes a difference
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
     """Take the CPU for a CUDA device, and doubles for half precision."""
-    monkeypatch.setattr(channels, "_on_device", lambda value: True)
+    monkeypatch.setattr(nodes, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(nodes, "_has_triton", lambda: False)
     monkeypatch.setattr(channels, "_DTYPES", (DOUBLE,))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from millstream.kernels import writers
+from millstream.kernels import cudnn, nodes
 from millstream.kernels.conv2d.conv2d import convolve_2d
 from millstream.kernels.conv2d.conv2d_tiles import choose_tile
 from tests.kernels import stand_ins
@@ -69,8 +69,8 @@ def test_one_dimension_or_three_are_not():
 
 
 def test_where_there_is_no_triton_cudnn_computes_it(monkeypatch):
-    monkeypatch.setattr(writers, "_has_triton", lambda: False)
-    assert writer() is writers.convolve
+    monkeypatch.setattr(nodes, "_has_triton", lambda: False)
+    assert writer() is cudnn.convolve
 
 
 def test_a_few_pixels_get_small_tiles_and_many_get_large_ones():

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from millstream.kernels import writers
+from millstream.kernels import cudnn, nodes
 from millstream.kernels.depthwise.depthwise import MOST_OUTPUTS, convolve_depthwise
 from tests.kernels import stand_ins
 from tests.kernels.stand_ins import pretended_gpu
@@ -52,5 +52,5 @@ def test_one_dimension_or_three_are_not(monkeypatch):
 
 
 def test_where_there_is_no_triton_cudnn_computes_it(monkeypatch):
-    monkeypatch.setattr(writers, "_has_triton", lambda: False)
-    assert writer() is writers.convolve
+    monkeypatch.setattr(nodes, "_has_triton", lambda: False)
+    assert writer() is cudnn.convolve

@@ -13,12 +13,12 @@ from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.graph import KernelKind, derive_dependencies
-from millstream.kernels import launches, writers
-from millstream.kernels.conv2d import conv2d, epilogues
+from millstream.kernels import launches, nodes
+from millstream.kernels.conv2d import conv2d, conv2d_writer, epilogues
 from millstream.kernels.conv2d.channels import align_channels
 from millstream.kernels.conv2d.conv2d import CONVOLVE, convolve_2d
 from millstream.kernels.conv2d.epilogues import absorb_epilogues
-from millstream.kernels.writers import arguments_of
+from millstream.kernels.nodes import arguments_of
 from millstream.lower.translate import translate
 from millstream.schedule import POLICIES, plan_graph
 from millstream.testing import execute_graph, execute_plan
@@ -194,7 +194,7 @@ def test_in_a_program_it_writes_into_memory_of_the_plan(last):
     program = translate(torch.fx.GraphModule(torch.nn.Module(), graph), name="test")
     (kernel,), (call,) = program.graph.kernels, program.calls
     assert (call.target is convolve_2d) is last
-    assert kernel.kind is KernelKind.CONV
+    assert kernel.kind is (KernelKind.CONV if last else KernelKind.LIBRARY)
     assert kernel.flops == 2 * (2 * 16 * 5 * 5) * (8 * 3 * 3)
     assert kernel.reads == ("image", "weight", "bias", "addend")
     assert bool(kernel.allocates) is not last
@@ -207,8 +207,8 @@ def test_in_a_program_it_writes_into_memory_of_the_plan(last):
 
 def test_where_there_is_no_triton_nothing_is_absorbed(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(writers, "_on_device", lambda image: True)
-    monkeypatch.setattr(writers, "_has_triton", lambda: False)
+    monkeypatch.setattr(nodes, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(nodes, "_has_triton", lambda: False)
     monkeypatch.setattr(conv2d, "_DTYPES", (DOUBLE,))
     assert not tasks(net(lambda x, first: torch.relu(first(x)), conv()))
 
@@ -222,7 +222,7 @@ def compile_function(monkeypatch, function, *convolutions, layout=torch.contiguo
         assert out.stride(1) == 1
         out.copy_(CONVOLVE(*arguments))
 
-    monkeypatch.setattr(writers, "convolve_2d", convolve)
+    monkeypatch.setattr(conv2d_writer, "convolve_2d", convolve)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net(function, *convolutions).to(DOUBLE).eval()

@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from millstream.graph import derive_dependencies, validate_graph
-from millstream.kernels import horizontal_fusion, writers
+from millstream.kernels import horizontal_fusion, registry
 from millstream.kernels.conv2d.conv2d import Conv2d
 from millstream.kernels.depthwise import depthwise
 from millstream.kernels.depthwise.depthwise import Depthwise
-from millstream.kernels.horizontal_fusion import MOST_TOGETHER, Family, fuse_horizontally
-from millstream.lower import compile as compiling
+from millstream.kernels.family import Grouping
+from millstream.kernels.horizontal_fusion import MOST_TOGETHER, fuse_horizontally
 from millstream.program import Call, Program, Value
-from tests.kernels.stand_ins import own_kernels, pretended_gpu, run_everywhere
+from tests.kernels.stand_ins import own_kernels, pretended_gpu, run_everywhere, use_groupings
 from tests.networks import assert_close
 from tests.properties.strategies import graphs
 
@@ -45,11 +45,13 @@ def together(*_):
     pass
 
 
+STANDS = Grouping(alone, Stand, None, together, most_windows=depthwise.MOST_WINDOWS)
+
+
 @pytest.fixture(autouse=True)
 def one_family(request, monkeypatch):
     """Programs of ``program_of`` have one family of kernels; those from Inductor have the real ones."""
     if "pretended_gpu" not in request.fixturenames:
-        monkeypatch.setattr(horizontal_fusion, "FAMILIES", {alone: Family(Stand, None, together)})
         somewhere = torch.empty(0)
         monkeypatch.setattr(
             Program,
@@ -81,7 +83,7 @@ def test_a_joined_program_does_the_same_in_an_order_that_is_right(graph, seed, n
     rng = random.Random(seed)
     kinds = [(rng.choice([None, *range(num_kinds)]), rng.randint(1, 3)) for _ in graph.kernels]
     program = program_of(graph, kinds)
-    joined = fuse_horizontally(program)
+    joined = fuse_horizontally(program, [STANDS])
     validate_graph(joined.graph)
     groups = [*members(joined)]
     assert sorted(i for group in groups for i in group) == [kernel.id for kernel in graph.kernels]
@@ -110,7 +112,7 @@ def test_many_are_divided_evenly(number, sizes):
 
     graph = towers_graph(number, 1)
     program = program_of(graph, [(0, 1)] * number)
-    joined = fuse_horizontally(program)
+    joined = fuse_horizontally(program, [STANDS])
     assert sorted(len(group) for group in members(joined)) == sizes
     names = sorted(kernel.name for kernel in joined.graph.kernels)
     assert (names == sorted(kernel.name for kernel in graph.kernels)) is (number == 1)
@@ -120,7 +122,7 @@ def test_what_is_alone_keeps_its_program():
     from millstream.testing import chain_graph
 
     program = program_of(chain_graph(6), [(0, 1)] * 6)
-    assert fuse_horizontally(program) is program
+    assert fuse_horizontally(program, [STANDS]) is program
 
 
 # --- what is alike ---------------------------------------------------------------------------------------------------
@@ -207,19 +209,21 @@ def test_a_cell_through_inductor(own_kernels, num_branches, sizes):
 def test_what_is_compiled_ahead_is_what_runs(own_kernels, monkeypatch, num_branches):
     torch.manual_seed(0)
     ahead = []
-    families = {
-        alone: family._replace(launches=lambda tasks, alone=alone: [(alone.__name__, len(tasks))])
-        for alone, family in horizontal_fusion.FAMILIES.items()
-    }
-    for module in (horizontal_fusion, writers):
-        monkeypatch.setattr(module, "FAMILIES", families)
-    monkeypatch.setattr(compiling, "find_launches", lambda graph: ahead.extend(writers.find_launches(graph)) or ())
+
+    def noted(grouping):
+        name = grouping.alone.__name__
+        return grouping._replace(launches=lambda tasks: [(name, len(tasks))])
+
+    use_groupings(monkeypatch, noted)
+    find = registry.find_launches
+    monkeypatch.setattr(registry, "find_launches", lambda graph: ahead.extend(find(graph)) or ())
     program, _ = run_everywhere(Cell(num_branches).double().eval(), torch.randn(2, 16, 6, 6, dtype=torch.double))
-    together = {family.together for family in families.values()}
+    groupings = [each.grouping for each in registry.FAMILIES if each.grouping]
+    alone, together = {each.alone for each in groupings}, {each.together for each in groupings}
     launched = [
         (call.target.__name__.removesuffix("_together"), len(call.args) if call.target in together else 1)
         for call in program.calls
-        if call.target in together.union(families)
+        if call.target in together | alone
     ]
     assert sorted(ahead) == sorted(launched)
     assert len(launched) < 8

@@ -6,7 +6,7 @@ from torch import nn
 
 from millstream.kernels.conv2d import conv2d, linear
 from millstream.kernels.conv2d.conv2d import CONVOLVE
-from millstream.kernels.conv2d.linear import MOST_ROWS, take_products
+from millstream.kernels.conv2d.linear import MOST_ROWS, take_linear_layers
 from tests.kernels.stand_ins import own_kernels, pretended_gpu, run_everywhere
 from tests.kernels.test_channels import DOUBLE, changed, close
 
@@ -22,7 +22,7 @@ def ours(monkeypatch):
 
 def taken(model, x):
     """How many products of a model are ours, and its result as well."""
-    gm = changed(model, x, take_products)
+    gm = changed(model, x, take_linear_layers)
     return sum(node.target is CONVOLVE for node in gm.graph.nodes)
 
 
@@ -71,7 +71,7 @@ class Gates(nn.Module):
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_rows_with_gaps_are_copied_once_for_several(number):
     model, x = Gates(number).to(DOUBLE), torch.randn(3, 5, 16, dtype=DOUBLE)
-    gm = changed(model, x, take_products)
+    gm = changed(model, x, take_linear_layers)
     targets = [node.target for node in gm.graph.nodes]
     assert targets.count(CONVOLVE) == (0 if number == 1 else number)
     assert targets.count(torch.ops.aten.clone.default) == (0 if number == 1 else 1)

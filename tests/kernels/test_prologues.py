@@ -11,14 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import millstream as ms
 from millstream.api import executables
 from millstream.graph import KernelKind
-from millstream.kernels import launches, writers
-from millstream.kernels.conv2d import conv2d, epilogues
+from millstream.kernels import launches
+from millstream.kernels.conv2d import conv2d, conv2d_writer, epilogues
 from millstream.kernels.conv2d.conv2d import CONVOLVE
 from millstream.kernels.conv2d.epilogues import absorb_epilogues
 from millstream.kernels.depthwise import depthwise, prologues
 from millstream.kernels.depthwise.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise
 from millstream.kernels.depthwise.prologues import absorb_prologues
-from millstream.kernels.writers import arguments_of
+from millstream.kernels.nodes import arguments_of
 from millstream.lower.translate import translate
 from tests.kernels.test_channels import DOUBLE, Net, anywhere, changed, close
 
@@ -157,7 +157,7 @@ def test_in_a_program_it_writes_into_memory_of_the_plan(last):
     program = translate(torch.fx.GraphModule(torch.nn.Module(), graph), name="test")
     (kernel,), (call,) = program.graph.kernels, program.calls
     assert (call.target is convolve_depthwise) is last
-    assert kernel.kind is KernelKind.CONV
+    assert kernel.kind is (KernelKind.CONV if last else KernelKind.LIBRARY)
     assert kernel.flops == 2 * (2 * 24 * 5 * 5) * (3 * 3)
     if last:
         assert kernel.name == "convolve_depthwise of relu"
@@ -178,8 +178,8 @@ def test_a_cell_through_inductor(monkeypatch):
         branches = [convolution(torch.relu(z)) for convolution in convolutions]
         return sum(branches) + F.avg_pool2d(y, 3, 1, 1)
 
-    monkeypatch.setattr(writers, "convolve_depthwise", convolve)
-    monkeypatch.setattr(writers, "convolve_2d", lambda *arguments, out: out.copy_(CONVOLVE(*arguments)))
+    monkeypatch.setattr(depthwise, "convolve_depthwise", convolve)
+    monkeypatch.setattr(conv2d_writer, "convolve_2d", lambda *arguments, out: out.copy_(CONVOLVE(*arguments)))
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net(function, nn.Conv2d(16, 16, 1), each(), each(window=5)).to(DOUBLE).eval()

@@ -12,10 +12,10 @@ from torch import nn
 from millstream.kernels import horizontal_fusion
 from millstream.kernels.conv2d.channels import align_channels
 from millstream.kernels.horizontal_fusion import MOST_CONVERTED_BYTES, MOST_TOGETHER
+from millstream.kernels.nodes import arguments_of
 from millstream.kernels.weights import conversions, weights
 from millstream.kernels.weights.conversions import take_conversions
 from millstream.kernels.weights.weights import CONVERT, Conversion
-from millstream.kernels.writers import arguments_of
 from tests.kernels.stand_ins import own_kernels, pretended_gpu, run_everywhere
 from tests.kernels.test_channels import CONVOLUTION, DOUBLE, Net, anywhere, changed
 

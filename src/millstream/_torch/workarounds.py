@@ -85,6 +85,7 @@ PARTS: Mapping[str, str] = {
     "values": "programs are not checked for reads of what has been overwritten",
     "patches": "functions and classes of libraries may be replaced after a capture unnoticed",
     "records": "what a step reads is not recorded, and its conditions come from a search by names alone",
+    "own-kernels": "convolutions, linear layers and weights are left to TorchInductor and libraries",
     "branches": "steps do not take both ways of a branch on a tensor's value",
 }
 """What else is not needed, and can be switched off: what happens without, by the name in ``MILLSTREAM_WITHOUT``."""
@@ -104,7 +105,12 @@ def without(issues: Iterable[str]) -> Iterator[None]:
 
 def is_off(name: str) -> bool:
     """Whether a workaround, or one of ``PARTS``, is switched off."""
-    return name in _off.get() or name in re.findall(r"[^\s,]+", os.environ.get("MILLSTREAM_WITHOUT", ""))
+    return name in left_out()
+
+
+def left_out() -> frozenset[str]:
+    """Names of all that is switched off, and of what is nothing."""
+    return _off.get().union(re.findall(r"[^\s,]+", os.environ.get("MILLSTREAM_WITHOUT", "")))
 
 
 def torch_version() -> tuple[int, int]:

@@ -110,7 +110,8 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         strict: Raise ``CaptureError`` where otherwise a warning is given and plain torch.compile or Python takes over.
         max_graphs: So many graphs keep their memory between calls; beyond, the one unused for longest gives its memory
             back.
-        options: Options of TorchInductor, such as ``{"max_autotune": True}``.
+        options: Options of TorchInductor, such as ``{"max_autotune": True}``; ``{"own_kernels": False}`` does without
+            our kernels for convolutions and linear layers.
         mode: As for ``torch.compile``. ``"reduce-overhead"`` is what the engine ``graph`` does anyway;
             ``"max-autotune"`` stands for those options of TorchInductor.
         fullgraph: The same as ``strict``.

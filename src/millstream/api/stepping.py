@@ -105,7 +105,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             Each process has the gradients of its share; ``clip_grad_norm_`` knows that. See ``ms.full_state_dict``.
         dynamic: Whether sizes of arguments are symbolic, so that one graph serves all: ``None`` makes those symbolic
             that were seen to change, ``True`` all from the first capture on, ``False`` none.
-        options: Options of TorchInductor.
+        options: Options of TorchInductor, and ``own_kernels``, as of ``ms.compile``.
 
     What it shares with ``ms.compile`` is told there at more length.
 

@@ -1,4 +1,4 @@
-"""Results lie in memory as they would without what is done to convolutions.
+"""Images with their channels last: whether Inductor lays them out so, and results that lie in memory as without.
 
 Inductor finds out which strides a graph's results have from the graph as it gets it. There an image may have more
 channels than its user sees, or its channels in another place, and its strides would tell of it.
@@ -8,13 +8,18 @@ Private PyTorch APIs, one function each; tried on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch._inductor import ir
+from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import register_lowering
+from torch._prims_common import make_channels_last_strides_for
 
-from millstream.kernels.conv2d.channels import add_node
+from millstream._torch.workarounds import replaced
+from millstream.kernels.nodes import add_node
 
 _library = torch.library.Library("millstream", "FRAGMENT")
 _library.define("keep_strides(Tensor result, int[] strides) -> Tensor", tags=torch.Tag.pointwise)
@@ -30,6 +35,11 @@ def _keep(result: torch.Tensor, strides: list[int]) -> torch.Tensor:
 @torch.library.register_fake("millstream::keep_strides", lib=_library)
 def _(result: torch.Tensor, strides: list[int]) -> torch.Tensor:
     return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+
+
+def puts_channels_last(gm: torch.fx.GraphModule) -> bool:
+    """Whether Inductor would put the channels of images last in a graph for inference."""
+    return bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
 
 
 def keep_strides(gm: torch.fx.GraphModule) -> None:
@@ -69,3 +79,30 @@ def _is_dense(value: torch.Tensor) -> bool:
 @register_lowering(KEEP, type_promotion_kind=None)
 def _lower(result: Any, strides: Any) -> Any:
     return ir.ExternKernel.require_exact_strides(result, strides)
+
+
+def lay_out(tensor: Any) -> Any:
+    """Have channels last, with nothing between."""
+    tensor.realize()  # or each of its readers would have it recomputed
+    size = tensor.get_size()
+    return ir.ExternKernel.require_exact_strides(tensor, make_channels_last_strides_for(size) if len(size) > 1 else [1])
+
+
+@contextlib.contextmanager
+def taken_for_convolutions(operators: Collection[Any]) -> Iterator[None]:
+    """Let Inductor take operators for convolutions where it decides which images are to have their channels last."""
+    find = GraphLowering.find_nodes_prefer_channels_last
+
+    def find_ours(self: GraphLowering) -> Any:
+        graph: Any = self.module.graph  # type: ignore[union-attr]
+        ours = {node: node.target for node in graph.nodes if node.target in operators}
+        for node in ours:
+            node.target = torch.ops.aten.convolution.default
+        try:
+            return find(self)
+        finally:
+            for node, target in ours.items():
+                node.target = target
+
+    with replaced(GraphLowering, "find_nodes_prefer_channels_last", find_ours):
+        yield

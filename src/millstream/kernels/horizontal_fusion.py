@@ -18,32 +18,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 from millstream.graph import Kernel, KernelGraph, derive_dependencies
-from millstream.kernels.conv2d.conv2d import (
-    Conv2d,
-    convolve_2d,
-    convolve_2d_together,
-    launches_of_conv2d,
-)
-from millstream.kernels.depthwise.depthwise import (
-    MOST_WINDOWS,
-    Depthwise,
-    convolve_depthwise,
-    convolve_depthwise_together,
-    launches_of_depthwise,
-)
+from millstream.kernels.family import Grouping
 from millstream.kernels.launches import Launch
-from millstream.kernels.weights.weights import (
-    Conversion,
-    convert_weight,
-    convert_weights_together,
-    launches_of_conversions,
-)
 from millstream.program import Call, Program
 
 MOST_TOGETHER = 8
@@ -53,58 +35,37 @@ MOST_CONVERTED_BYTES = 4 << 20
 """Of several weights in one launch: none can be read before all are there, and until then all of them take memory."""
 
 
-class Family(NamedTuple):
-    """What one of our kernels computes.
-
-    Attributes:
-        task: One of it: the arguments of the function that computes it, and its ``out``.
-        launches: How to compute several of one kind.
-        together: Computes several.
-    """
-
-    task: Callable[..., Any]
-    launches: Callable[[Sequence[Any]], Iterable[Launch]]
-    together: Callable[..., None]
-
-
-#: By the function that computes one.
-FAMILIES: dict[Callable[..., Any], Family] = {
-    convolve_2d: Family(Conv2d, launches_of_conv2d, convolve_2d_together),
-    convolve_depthwise: Family(Depthwise, launches_of_depthwise, convolve_depthwise_together),
-    convert_weight: Family(Conversion, launches_of_conversions, convert_weights_together),
-}
-
-
-def fuse_horizontally(program: Program) -> Program:
+def fuse_horizontally(program: Program, groupings: Iterable[Grouping]) -> Program:
     """Let one launch compute what is alike and independent."""
-    old, groups = program.graph, _find_groups(program)
+    grouping_of = {each.alone: each for each in groupings}
+    old, groups = program.graph, _find_groups(program, grouping_of)
     if not groups:
         return program
     groups += [[i] for i in {kernel.id for kernel in old.kernels}.difference(*groups)]
-    launches = [_join(program, groups[index]) for index in _order(old, groups)]
+    launches = [_join(program, groups[index], grouping_of) for index in _order(old, groups)]
     kernels = tuple(replace(kernel, id=position) for position, (kernel, _) in enumerate(launches))
     return replace(program, graph=replace(old, kernels=kernels), calls=tuple(call for _, call in launches))
 
 
-def find_joint_launches(program: Program) -> Iterator[Launch]:
+def find_joint_launches(program: Program, groupings: Iterable[Grouping]) -> Iterator[Launch]:
     """The launches that compute several at once, for tensors that are not there yet."""
+    grouping_of = {each.together: each for each in groupings}
     for call in program.calls:
-        for family in FAMILIES.values():
-            if call.target is family.together:
-                yield from family.launches([family.task(*program.described(each)) for each in call.args])
+        if (grouping := grouping_of.get(call.target)) is not None:
+            yield from grouping.launches([grouping.task(*program.described(each)) for each in call.args])
 
 
 class Own(NamedTuple):
     """One of our kernels, and when it can and must run.
 
     Attributes:
-        function: What computes it.
+        grouping: How several of it become one.
         task: What it computes.
         depth: The longest chain in front of it.
         need: The shortest chain in front of anything that reads its result.
     """
 
-    function: Callable[..., Any]
+    grouping: Grouping
     task: Any
     depth: int
     need: int
@@ -112,44 +73,41 @@ class Own(NamedTuple):
 
 def divide(kernels: Sequence[Own]) -> Iterator[list[int]]:
     """Divide kernels into launches, by their positions."""
-    convolutions: dict[Hashable, list[int]] = defaultdict(list)
-    weights: dict[Hashable, list[int]] = defaultdict(list)
-    for i, (function, task, depth, _) in enumerate(kernels):
-        device = task.out.device
-        if function is convert_weight:
-            weights[device, task.kind].append(i)
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for i, (grouping, task, depth, _) in enumerate(kernels):
+        alike[grouping, task.out.device, task.kind, None if grouping.is_by_need else depth].append(i)
+    for members in alike.values():
+        grouping = kernels[members[0]].grouping
+        if grouping.is_by_need:
+            in_order = sorted(members, key=lambda i: kernels[i].need)
+            yield from _divide_by_need([(i, kernels[i].task.out.nbytes) for i in in_order])
         else:
-            convolutions[device, function, task.kind, depth].append(i)
-    for members in convolutions.values():
-        yield from _divide_evenly([(i, kernels[i].task.window) for i in members])
-    for members in weights.values():
-        in_order = sorted(members, key=lambda i: kernels[i].need)
-        yield from _divide_by_need([(i, kernels[i].task.out.nbytes) for i in in_order])
+            yield from _divide_evenly([(i, kernels[i].task.window) for i in members], grouping.most_windows)
 
 
-def _find_groups(program: Program) -> list[list[int]]:
+def _find_groups(program: Program, grouping_of: Mapping[Callable[..., Any], Grouping]) -> list[list[int]]:
     """Kernels to be joined, each group in program order."""
-    own = [i for i, call in enumerate(program.calls) if call.target in FAMILIES and _may_move(program, i)]
+    own = [i for i, call in enumerate(program.calls) if call.target in grouping_of]
+    own = [i for i in own if _may_move(program, i) or not grouping_of[program.calls[i].target].is_by_need]
     depths, needs = _depths(program.graph) if own else ([], [])
     kernels = []
     for i in own:
-        call = program.calls[i]
-        task = FAMILIES[call.target].task(*program.described((*call.args, call.kwargs["out"])))
-        kernels.append(Own(call.target, task, depths[i], needs[i]))
+        call, grouping = program.calls[i], grouping_of[program.calls[i].target]
+        task = grouping.task(*program.described((*call.args, call.kwargs["out"])))
+        kernels.append(Own(grouping, task, depths[i], needs[i]))
     return [sorted(own[position] for position in group) for group in divide(kernels) if len(group) > 1]
 
 
 def _may_move(program: Program, kernel: int) -> bool:
     """Whether it may run in front of kernels that it came after: weights must be there from the beginning."""
-    reads = program.graph.kernels[kernel].reads
-    return program.calls[kernel].target is not convert_weight or program.mutated.isdisjoint(reads)
+    return program.mutated.isdisjoint(program.graph.kernels[kernel].reads)
 
 
-def _divide_evenly(members: Sequence[tuple[int, tuple[int, ...]]]) -> Iterator[list[int]]:
+def _divide_evenly(members: Sequence[tuple[int, tuple[int, ...]]], most_windows: int) -> Iterator[list[int]]:
     """Divide what is alike but for its window into launches, as evenly as may be."""
     windows = sorted({window for _, window in members}, reverse=True)
-    for first in range(0, len(windows), MOST_WINDOWS):
-        taken = windows[first : first + MOST_WINDOWS]
+    for first in range(0, len(windows), most_windows):
+        taken = windows[first : first + most_windows]
         ids = [i for window in taken for i, own in members if own == window]
         num_launches = -(-len(ids) // MOST_TOGETHER)
         for k in range(num_launches):
@@ -182,7 +140,9 @@ def _depths(graph: KernelGraph) -> tuple[list[int], list[int]]:
     return depths, needs
 
 
-def _join(program: Program, group: Sequence[int]) -> tuple[Kernel, Call]:
+def _join(
+    program: Program, group: Sequence[int], grouping_of: Mapping[Callable[..., Any], Grouping]
+) -> tuple[Kernel, Call]:
     kernels, calls = [program.graph.kernels[i] for i in group], [program.calls[i] for i in group]
     if len(group) == 1:
         return kernels[0], calls[0]
@@ -202,7 +162,7 @@ def _join(program: Program, group: Sequence[int]) -> tuple[Kernel, Call]:
         flops=sum(kernel.flops for kernel in kernels),
     )
     arguments = tuple((*call.args, call.kwargs["out"]) for call in calls)
-    return kernel, Call(FAMILIES[calls[0].target].together, arguments, {})
+    return kernel, Call(grouping_of[calls[0].target].together, arguments, {})
 
 
 def _order(graph: KernelGraph, groups: Sequence[Sequence[int]]) -> list[int]:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -33,16 +32,8 @@ from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import compiled_with_loops, traces_unnoticed
 from millstream.errors import ArgumentError, LoweringError, MillstreamError, MisreadError, did_you_mean
-from millstream.kernels.channels_last import keep_strides
-from millstream.kernels.conv2d.channels import align_channels, puts_channels_last
-from millstream.kernels.conv2d.epilogues import absorb_epilogues, knows_own_convolutions
-from millstream.kernels.conv2d.linear import take_products
-from millstream.kernels.conv2d.split_k import find_split_launches, split_long_sums
-from millstream.kernels.depthwise.prologues import absorb_prologues
-from millstream.kernels.horizontal_fusion import find_joint_launches, fuse_horizontally
+from millstream.kernels import registry
 from millstream.kernels.launches import Launch, compiling
-from millstream.kernels.weights.conversions import take_conversions
-from millstream.kernels.writers import find_launches
 from millstream.lower import workarounds
 from millstream.lower.bodies import has_control_flow, take_control_flow
 from millstream.lower.failures import other_tries
@@ -148,12 +139,14 @@ Refuse = Callable[[Exception, str], None]
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Refuse options that Inductor does not have.
+    """Refuse options that neither Inductor has nor we among them.
 
     Raises:
-        ArgumentError: One is unknown.
+        ArgumentError: One is unknown, or has no meaning.
     """
-    known = frozenset(torch._inductor.list_options())
+    known = frozenset({*torch._inductor.list_options(), "own_kernels"})
+    if not isinstance(own := options.get("own_kernels", True), bool):
+        raise ArgumentError(f"The option own_kernels={own!r} is neither True nor False.")
     for name in options:
         if name not in known:
             raise ArgumentError(
@@ -184,7 +177,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         refuse: Called with the reason when a program cannot be had; returning means: continue with plain Inductor, and
             called again where that fails too, with plain Python.
         name: Name of the graph, for people.
-        options: Further Inductor options, such as autotuning.
+        options: Further Inductor options, such as autotuning, and ``own_kernels``.
         step_state: For a whole training step: positions of the inputs whose memory stays the same between calls.
         freeze: Without gradients, fold the parameters that are attributes of the graph.
         cutting: What is done with a graph that has collectives, instead of ``finish``.
@@ -193,11 +186,13 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         A callable on the flat inputs that returns the flat outputs.
     """
     options = dict(options or {})
+    off = [] if options.pop("own_kernels", True) else [registry.SWITCH]
     num_inputs = len(inputs)  # not they themselves, for later: they are a batch
     ask_early(inputs)
 
     @signals_wait(interrupts_wait=False)  # the backward pass is lowered when it is needed, by then outside of Dynamo
     @no_collections()
+    @workarounds.without(off)
     @workarounds.lowering()
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.STEP if step_state is not None else _phase(kwargs)
@@ -227,6 +222,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
     with (
         compile_lock,  # in torch 2.11 options are those of all threads
         no_collections(),
+        workarounds.without(off),
         traces_unnoticed(),
         torch.no_grad() if step_state is not None else contextlib.nullcontext(),
         # A step's graph has its casts: its operators are not to be cast by what the caller is in.
@@ -386,21 +382,15 @@ def _lower_anew(
     bodies = partial(_lower_body, kwargs=kwargs, name=name, options=options)
     controls = take_control_flow(graph, bodies, is_backward=phase is Phase.BACKWARD)
     if phase is Phase.INFERENCE and not symbolic:  # own kernels are chosen by size
-        if puts_channels_last(graph):
-            keep_strides(graph)
-            align_channels(graph)
-            absorb_epilogues(graph)
-            absorb_prologues(graph)
-            take_conversions(graph)
-            kwargs = {**kwargs, "layout_opt": True}  # decided on what was there before
-        take_products(graph)
-        launches = find_launches(graph.graph)
+        if registry.rewrite(graph):
+            kwargs = {**kwargs, "layout_opt": True}
+        launches = registry.find_launches(graph.graph)
     with (
         compiling(launches),
         collect_wrappers(options) as wrappers,
         noting() as notes,
         shortcuts(),
-        knows_own_convolutions(),
+        registry.known_to_inductor(),
         equal_kernels(),
         checks_first(),
     ):
@@ -453,7 +443,7 @@ def _as_lowered(
         program = _track_saved(program, visible)
     if symbolic or (record is not None and record.symbols):
         return LoweredForSizes(SymbolicProgram(program), phase, visible, time.perf_counter() - start, record)
-    program = _join_own_kernels(program)
+    program = registry.fuse(program)
     return Lowered(program, phase, visible, time.perf_counter() - start, record)
 
 
@@ -465,14 +455,6 @@ def _track_saved(program: Program, visible: frozenset[int]) -> Program:
         name: replace(view, is_tracked=name in saved and view.base in unchanged) for name, view in program.views.items()
     }
     return replace(program, views=views)
-
-
-def _join_own_kernels(program: Program) -> Program:
-    """Let kernels of our own that are alike become one launch, and long sums two; kept programs are as before that."""
-    program = split_long_sums(fuse_horizontally(program))
-    with compiling(chain(find_joint_launches(program), find_split_launches(program))):
-        pass
-    return program
 
 
 def _named(program: Program, name: str) -> Program:

@@ -17,8 +17,8 @@ from millstream.graph import KernelKind
 _LINEAR = {"linear", "_linear_pointwise", "_mkl_linear"}
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "_addmm_activation", *_LINEAR}
 _POINTWISE = {"_convolution_pointwise", "_convolution_pointwise_"}  # oneDNN's, of weights that are frozen
-_CONVOLUTIONS = {"convolution", "convolution_backward", "convolve_2d", "convolve_depthwise", *_POINTWISE}
-_COPIES = {"copy_", "copy", "clone", "_to_copy", "convert_weight"}
+_CONVOLUTIONS = {"convolution", "convolution_backward", *_POINTWISE}
+_COPIES = {"copy_", "copy", "clone", "_to_copy"}
 
 _SURE = {
     "_scaled_dot_product_flash_attention_for_cpu",

@@ -29,7 +29,7 @@ from millstream._torch.compiler.symbols import NUMBERS, simplified, without_guar
 from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
-from millstream.kernels.writers import arguments_of, convolve_relu, find_epilogue, find_join, find_writer
+from millstream.kernels.registry import find_epilogue, find_writer
 from millstream.lower.control_flow import CONTROL, control_of
 from millstream.lower.inductor.fx_wrapper import GeneratedKernel, checks_indices
 from millstream.lower.operators import (
@@ -238,7 +238,7 @@ class _Translator:
         if node.name in self.layouts:
             return  # a concatenation whose parts have been written where they belong
         writer = None if self.symbolic else find_writer(node)
-        join = find_join(node) if writer is not None else None
+        join = None if writer is None else writer.join
         if writer is not None and join is None:
             self._add_allocation(node, *layout_of(node.meta["val"]))
         reads, writes = self._accesses(node, draws=draws_random_numbers(target))
@@ -262,7 +262,7 @@ class _Translator:
             Kernel(
                 id=len(self.kernels),
                 name=name if writer is None else writer.name,
-                kind=KernelKind.FUSED if generated else kind_of(target),
+                kind=KernelKind.FUSED if generated else kind_of(target) if writer is None else writer.kind,
                 device=self._device_of(node, reads + writes),
                 reads=reads,
                 writes=writes,
@@ -324,7 +324,7 @@ class _Translator:
             return count_flops(node.target, node.args, node.kwargs, node.meta.get("val"))
 
     def _add_part(self, node: torch.fx.Node, join: torch.fx.Node) -> None:
-        """Let a convolution write where a concatenation is to have its result."""
+        """Let a kernel write where a concatenation is to have its result."""
         if join.name not in self.layouts:
             self._add_allocation(join, *layout_of(join.meta["val"]))
         behind = 0
@@ -337,35 +337,33 @@ class _Translator:
         self.joined.setdefault(join.name, []).append(len(self.kernels))
 
     def _absorb(self, node: torch.fx.Node) -> bool:
-        """Let a convolution do what this kernel does, if that is adding its bias and relu; return whether it does."""
+        """Let a library's kernel do what this one does to its result, if it can; return whether it does."""
         found = find_epilogue(node)
         if found is None:
             return False
-        convolution, bias, output = found
-        position = next(i for i, kernel in enumerate(self.kernels) if convolution.name in kernel.writes)
+        result, added, output = found.result, found.added, found.output
+        position = next(i for i, kernel in enumerate(self.kernels) if result.name in kernel.writes)
         between = self.kernels[position + 1 :]
-        if any(name in (*k.reads, *k.writes) for k in between for name in (convolution.name, output.name)):
+        if any(name in (*k.reads, *k.writes) for k in between for name in (result.name, output.name)):
             return False  # somebody wants the result as it was
-        if any(self._base(bias) in k.writes for k in between):
-            return False  # the bias is not there yet
-        if output is not convolution and set(convolution.users) != {node}:
+        if any(self._base(added) in k.writes for k in between):
+            return False  # what is added is not there yet
+        if output is not result and set(result.users) != {node}:
             return False
         kernel = self.kernels[position]
-        image, weight, _, stride, padding, dilation, _, _, groups = self._values(arguments_of(convolution))
-        arguments = (image, weight, Value(bias.name), stride, padding, dilation, groups)
-        self.calls[position] = Call(convolve_relu, arguments, {}, results=((None, output.name),))
+        self.calls[position] = Call(found.function, self._values(found.arguments), {}, results=((None, output.name),))
         self.kernels[position] = replace(
             kernel,
-            name=f"{kernel.name} with bias and relu",
-            reads=(*kernel.reads, self._base(bias)),
+            name=f"{kernel.name}{found.name}",
+            reads=(*kernel.reads, self._base(added)),
             writes=(output.name,),
             allocates=(output.name,),
-            ops=(*kernel.ops, "relu"),
+            ops=(*kernel.ops, *found.ops),
         )
         del self.layouts[output.name]
-        if output is not convolution:
+        if output is not result:
             for table in (self.layouts, self.bytes, self.device, self.fake):
-                table.pop(convolution.name, None)
+                table.pop(result.name, None)
         self.filled.add(output.name)
         return True
 

@@ -12,7 +12,7 @@ from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.cuda_graphs.occupancy import load_driver, read_kernels
 from millstream.device.cuda_graphs.spread import code_name, spread_kernels
 from millstream.graph import Spread
-from millstream.program import is_generated
+from millstream.kernels.registry import is_generated
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +66,7 @@ def test_kernels_of_libraries_stay_as_they_are(spread):
 
 
 @torch.no_grad()
+@pytest.mark.own_kernels
 @pytest.mark.parametrize("spread", [Spread.APART, Spread.EVEN])
 def test_kernels_that_are_generated_are_known_by_their_names(spread):
     class Branches(torch.nn.Module):

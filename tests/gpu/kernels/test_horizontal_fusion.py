@@ -5,11 +5,7 @@ import torch
 from torch import nn
 
 from millstream.kernels.conv2d.conv2d import CONVOLVE, convolve_2d_together
-from millstream.kernels.depthwise.depthwise import (
-    CONVOLVE_DEPTHWISE,
-    convolve_depthwise,
-    convolve_depthwise_together,
-)
+from millstream.kernels.depthwise.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise, convolve_depthwise_together
 from tests import networks
 
 pytestmark = pytest.mark.gpu

@@ -6,12 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from millstream.kernels.conv2d import conv2d
-from millstream.kernels.conv2d.conv2d import (
-    Conv2d,
-    convolve_2d_partials,
-    partials_shape,
-    reduce_2d_partials,
-)
+from millstream.kernels.conv2d.conv2d import Conv2d, convolve_2d_partials, partials_shape, reduce_2d_partials
 from tests import networks
 
 pytestmark = pytest.mark.gpu

@@ -28,7 +28,7 @@ from millstream.engine.cuda.workspaces import take_workspaces
 from millstream.engine.source import compile_plan
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
-from millstream.program import Layout, Value, is_generated
+from millstream.program import Layout, Value
 
 
 class Family:
@@ -209,6 +209,8 @@ class Captured:
             self._results = [outputs[i] for i in self._handed_out]
             leads_out = graph_io is not None and graph_io.lead_out(self._results)
         if is_spread:
+            from millstream.kernels.registry import is_generated  # and with it Inductor, which by now is there
+
             spread_kernels(self.graph, context.torch_device, plan.spread, is_generated)
         if is_kept:
             with context.capture_lock:

@@ -7,7 +7,6 @@ written, everything is measured again in the next process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 
-from millstream import kernels
 from millstream.cache import cache_folder, write
 from millstream.cost import CostTable, format_table, parse_table
 from millstream.errors import ArgumentError
@@ -69,13 +67,6 @@ class Store:
 
 def versions() -> dict[str, str]:
     """Everything that the time of a kernel depends on beside the device: of libraries, and of our own kernels."""
-    return {**tuning.versions(), "kernels": _own_kernels()}
+    from millstream.kernels import registry  # and with it Inductor, which by now is there
 
-
-@functools.cache
-def _own_kernels() -> str:
-    """Another name for another form of them, whose times say nothing of the present one's."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(kernels.__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
+    return {**tuning.versions(), "kernels": registry.version()}

@@ -11,21 +11,17 @@ Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA) and 2.13.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 from torch._inductor.constant_folding import constant_fold
-from torch._inductor.graph import GraphLowering
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from millstream.kernels.conv2d.conv2d import ALIGNED_CHANNELS, is_small_conv2d
-from millstream.kernels.writers import arguments_of, may_be_ours, values_of
+from millstream.kernels import nodes
+from millstream.kernels.conv2d.conv2d import is_small_conv2d
+from millstream.kernels.nodes import ALIGNED_CHANNELS, add_node, arguments_of, may_be_ours, values_of
 
 _FEW_CHANNELS = 4  # of an image as it comes from outside; for these cuDNN has kernels of its own
 _DTYPES = (torch.float16, torch.bfloat16)
-
-_ORIGIN = ("stack_trace", "nn_module_stack")  # where in the user's code a node comes from
 
 aten = torch.ops.aten
 
@@ -52,11 +48,6 @@ def align_channels(gm: torch.fx.GraphModule) -> None:
     _fold(gm, {weight for weight in weights if weight is not None and weight.args[0].op == "get_attr"})  # type: ignore[union-attr]
 
 
-def puts_channels_last(gm: torch.fx.GraphModule) -> bool:
-    """Whether Inductor would put the channels of images last in a graph for inference."""
-    return bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
-
-
 def _fold(gm: torch.fx.GraphModule, nodes: set[torch.fx.Node]) -> None:
     """Compute what is made of constants, once: weights of a model with ``freeze=True`` are."""
     if nodes:
@@ -69,7 +60,7 @@ def _is_misaligned(node: torch.fx.Node) -> bool:
     image, weight, _, _, _, _, transposed, _, groups = arguments_of(node)
     value = weight.meta["val"]
     return (
-        _on_device(value)
+        nodes.on_gpu(value)
         and value.dim() == 4
         and value.dtype in _DTYPES
         and image.meta["val"].dim() == 4
@@ -91,10 +82,6 @@ def _becomes_ours(node: torch.fx.Node) -> bool:
 def _is_product(node: torch.fx.Node) -> bool:
     """Whether a convolution is a product of matrices."""
     return arguments_of(node)[1].meta["val"].shape[2:] == (1, 1)
-
-
-def _on_device(value: torch.Tensor) -> bool:
-    return value.is_cuda
 
 
 def _missing(channels: int) -> int:
@@ -161,14 +148,3 @@ def _enlarge_image(graph: torch.fx.Graph, image: torch.fx.Node, more: int) -> to
 def _reads_parts(user: torch.fx.Node) -> bool:
     tags: Any = getattr(user.target, "tags", ())
     return user.target in _READERS_OF_PARTS or torch.Tag.pointwise in tags
-
-
-def add_node(graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], origin: torch.fx.Node) -> torch.fx.Node:
-    """Add a call with its value, on behalf of another node."""
-    node = graph.call_function(target, args)
-    node.meta = {key: origin.meta[key] for key in _ORIGIN if key in origin.meta}
-    values = tree_map_only(torch.fx.Node, lambda arg: arg.meta["val"], args)
-    modes = [value.fake_mode for value in tree_leaves(values) if isinstance(value, torch._subclasses.FakeTensor)]
-    with modes[0] if modes else contextlib.nullcontext():
-        node.meta["val"] = target(*values)
-    return node

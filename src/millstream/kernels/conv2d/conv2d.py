@@ -25,8 +25,8 @@ from millstream.kernels.conv2d.conv2d_tiles import (
     num_pixels,
 )
 from millstream.kernels.launches import Launch, dependent_launch_options, pointers
+from millstream.kernels.nodes import ALIGNED_CHANNELS
 
-ALIGNED_CHANNELS = 8  # of 2 bytes: what tensor cores load at a time
 KEPT_AT_ONCE = 2  # of the channels that are wanted of a result there are a multiple of so many
 _DTYPES = (torch.float16, torch.bfloat16)
 _NUM_WARPS = 4
@@ -55,11 +55,6 @@ def is_small_conv2d(arguments: list[Any], output: Any) -> bool:
         and all(tensor.numel() < 1 << 31 for tensor in (image, weight, output))
         and choose_tile(weight, output, stride, padding) is not None
     )
-
-
-def has_channels_last(*tensors: torch.Tensor) -> bool:
-    """Whether each of them lies in memory as our kernel reads and writes it."""
-    return all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
 
 
 class Rest(NamedTuple):

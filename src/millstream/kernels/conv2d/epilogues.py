@@ -8,21 +8,25 @@ Private PyTorch APIs, one function each; tried on torch 2.11 (CUDA) and 2.13.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import register_lowering
-from torch._prims_common import make_channels_last_strides_for
 
-from millstream.kernels.conv2d.channels import add_node
-from millstream.kernels.conv2d.conv2d import ALIGNED_CHANNELS, CONVOLVE, JOIN, KEPT_AT_ONCE, is_small_conv2d
-from millstream.kernels.depthwise.depthwise import CONVOLVE_DEPTHWISE
-from millstream.kernels.writers import arguments_of, depths_of, may_be_ours, values_of
+from millstream.kernels.channels_last import lay_out
+from millstream.kernels.conv2d.conv2d import CONVOLVE, JOIN, KEPT_AT_ONCE, is_small_conv2d
+from millstream.kernels.nodes import (
+    ALIGNED_CHANNELS,
+    add_node,
+    arguments_of,
+    changes_type,
+    depths_of,
+    may_be_ours,
+    values_of,
+    whole_of,
+)
 
 aten = torch.ops.aten
 
@@ -122,11 +126,6 @@ def _given(bias: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node | None:
     return origin if is_there and bias.meta["val"].dtype is dtype else None
 
 
-def changes_type(node: torch.fx.Node) -> bool:
-    """Whether this is the same numbers in another type, as under autocast."""
-    return node.target is torch.ops.prims.convert_element_type.default
-
-
 def _absorb(graph: torch.fx.Graph, node: torch.fx.Node, depths: dict[torch.fx.Node, int]) -> None:
     image, weight, bias, stride, padding, *_ = arguments_of(node)
     outputs = weight.meta["val"].shape[0]
@@ -201,20 +200,6 @@ def _take_sum(epilogue: _Epilogue, user: torch.fx.Node, depths: dict[torch.fx.No
     return True
 
 
-def whole_of(node: torch.fx.Node) -> torch.fx.Node:
-    """What this is the first channels of; itself, if of nothing."""
-    if node.target is aten.slice.Tensor and node.args[1:] == (1, 0, node.meta["val"].shape[1]):
-        return node.args[0]  # type: ignore[return-value]
-    return node
-
-
-def zeros_of(node: torch.fx.Node) -> list[int]:
-    """How many zeros this puts around each dimension of an image, the last one first; empty if it is no such thing."""
-    if node.target is not aten.constant_pad_nd.default or node.meta["val"].dim() != 4 or any(node.args[2:]):
-        return []
-    return list(node.args[1])  # type: ignore[arg-type]
-
-
 # --- what Inductor is told -------------------------------------------------------------------------------------------
 
 
@@ -230,33 +215,3 @@ def _lower(image: Any, weight: Any, bias: Any, addend: Any, *options: Any) -> An
 def _lower_join(parts: Any) -> Any:
     result: Any = ir.FallbackKernel.create(JOIN, [lay_out(part) for part in parts])
     return ir.TensorBox.create(result)
-
-
-def lay_out(tensor: Any) -> Any:
-    """Have channels last, with nothing between."""
-    tensor.realize()  # or each of its readers would have it recomputed
-    size = tensor.get_size()
-    return ir.ExternKernel.require_exact_strides(tensor, make_channels_last_strides_for(size) if len(size) > 1 else [1])
-
-
-@contextlib.contextmanager
-def knows_own_convolutions() -> Iterator[None]:
-    """Let Inductor take our convolutions for its own where it decides which images are to have their channels last."""
-    find = GraphLowering.find_nodes_prefer_channels_last
-
-    def find_ours(self: GraphLowering) -> Any:
-        graph: Any = self.module.graph  # type: ignore[union-attr]
-        ours = {node: node.target for node in graph.nodes if node.target in (CONVOLVE, CONVOLVE_DEPTHWISE)}
-        for node in ours:
-            node.target = aten.convolution.default
-        try:
-            return find(self)
-        finally:
-            for node, target in ours.items():
-                node.target = target
-
-    GraphLowering.find_nodes_prefer_channels_last = find_ours  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        GraphLowering.find_nodes_prefer_channels_last = find  # type: ignore[method-assign]

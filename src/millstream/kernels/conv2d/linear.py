@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from millstream.kernels.conv2d.channels import add_node
 from millstream.kernels.conv2d.conv2d import CONVOLVE, is_small_conv2d
-from millstream.kernels.writers import may_be_ours
+from millstream.kernels.nodes import add_node, may_be_ours
 
 MOST_ROWS = 64
 """Of a product: more were not tried."""
@@ -21,7 +20,7 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.addmm.default, aten.mm.default)
 
 
-def take_products(gm: torch.fx.GraphModule) -> None:
+def take_linear_layers(gm: torch.fx.GraphModule) -> None:
     """Let our kernel compute linear layers for few rows; the graph is changed in place.
 
     Args:

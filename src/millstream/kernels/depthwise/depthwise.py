@@ -17,7 +17,9 @@ import torch
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
+from millstream.kernels.family import Writer
 from millstream.kernels.launches import Launch, dependent_launch_options, pointers
+from millstream.kernels.nodes import arguments_of, may_be_ours, values_of
 
 MOST_OUTPUTS = 2_500_000
 """Beyond, the device is full, and cuDNN's kernel does more with it."""
@@ -182,3 +184,20 @@ def _(image: torch.Tensor, weight: torch.Tensor, relu: bool, outputs: int, *opti
 @register_flop_formula(CONVOLVE_DEPTHWISE.overloadpacket)
 def _count_flops(*shapes: Any, out_shape: list[int], **_: Any) -> int:
     return 2 * math.prod(out_shape) * math.prod(shapes[1][1:])  # and of the weight
+
+
+def bind_depthwise(node: torch.fx.Node) -> Writer | None:
+    """Our kernel for a depthwise convolution, with what stands in front of it, or for a small one as it is."""
+    if node.target is CONVOLVE_DEPTHWISE:
+        image, weight, relu, _, *options = arguments_of(node)
+        name = f"{convolve_depthwise.__name__} of relu" if relu else convolve_depthwise.__name__
+        ops, arguments = (*["relu"] * relu, "convolution"), (image, weight, relu, *options)
+        return Writer(convolve_depthwise, arguments, name, ops=ops, last=(node, image), contiguous=(weight,))
+    if node.target is not torch.ops.aten.convolution.default:
+        return None
+    given = values_of(node)
+    if given[2] is not None or not may_be_ours(given[0]) or not is_small_depthwise(given, node.meta["val"]):
+        return None
+    image, weight, _, stride, padding, dilation, *_ = arguments_of(node)
+    arguments = (image, weight, False, stride, [n for n in reversed(padding) for _ in range(2)], dilation)
+    return Writer(convolve_depthwise, arguments, convolve_depthwise.__name__, last=(node, image), contiguous=(weight,))

@@ -13,10 +13,9 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
-from millstream.kernels.conv2d.channels import add_node
-from millstream.kernels.conv2d.epilogues import lay_out, whole_of, zeros_of
+from millstream.kernels.channels_last import lay_out
 from millstream.kernels.depthwise.depthwise import CONVOLVE_DEPTHWISE, is_small_depthwise
-from millstream.kernels.writers import arguments_of, may_be_ours, values_of
+from millstream.kernels.nodes import add_node, arguments_of, may_be_ours, values_of, whole_of, zeros_of
 
 aten = torch.ops.aten
 

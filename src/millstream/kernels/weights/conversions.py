@@ -11,11 +11,9 @@ import torch
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
-from millstream.kernels.conv2d.channels import add_node
 from millstream.kernels.conv2d.conv2d import CONVOLVE
-from millstream.kernels.conv2d.epilogues import changes_type, zeros_of
+from millstream.kernels.nodes import add_node, changes_type, may_be_ours, zeros_of
 from millstream.kernels.weights.weights import CONVERT
-from millstream.kernels.writers import may_be_ours
 
 MOST_BYTES = 512 << 10
 """Of a weight: the copy of a larger one takes longer than a launch, and Inductor tries for it which tiles are best."""

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import torch
 
+from millstream.graph import KernelKind
 from millstream.kernels.conv2d.conv2d_tiles import ceil_div
+from millstream.kernels.family import Writer
 from millstream.kernels.launches import Launch, dependent_launch_options, pointers
 
 _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest store
@@ -130,3 +132,11 @@ def _convert(weight: torch.Tensor, size: list[int], dtype: torch.dtype) -> torch
 @torch.library.register_fake("millstream::convert_weight", lib=_library)
 def _(weight: torch.Tensor, size: list[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(size, dtype=dtype, device=weight.device, memory_format=torch.channels_last)
+
+
+def bind_weight(node: torch.fx.Node) -> Writer | None:
+    """Our kernel for a weight that is made ready."""
+    if node.target is not CONVERT:
+        return None
+    name = convert_weight.__name__
+    return Writer(convert_weight, (node.args[0],), name, KernelKind.COPY, (name,), last=(node,))

@@ -30,7 +30,7 @@ from millstream._torch.compiler.symbols import NUMBERS, expression_of
 from millstream._torch.operators import is_expanded_later
 from millstream._torch.switches import present
 from millstream._torch.tensors import ALIGNMENT_BYTES
-from millstream._torch.workarounds import PARTS, is_off
+from millstream._torch.workarounds import left_out
 from millstream.lower import workarounds
 from millstream.lower.inductor.tuning import versions
 
@@ -115,8 +115,7 @@ def describe_settings(options: Mapping[str, Any]) -> Iterable[str]:
         if name.endswith(_PASSES) and value is not None and not is_ours:
             raise NotKept(f"option {name} is a function")
     yield _text({name: os.environ[name] for name in sorted(os.environ) if _counts(name)})
-    yield _text(sorted(each.issue for each in workarounds.WORKAROUNDS if each.applies))
-    yield _text(sorted(filter(is_off, PARTS)))
+    yield _text(sorted(left_out()))
     yield present().text
     yield _machine()
     if torch.cuda.is_available():

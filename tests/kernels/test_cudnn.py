@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from millstream.kernels import writers
+from millstream.kernels import cudnn, nodes
 from millstream.lower.inductor.fx_wrapper import GeneratedKernel, KernelArgument
 from millstream.lower.translate import translate
 
@@ -13,10 +13,11 @@ IN_PLACE = (KernelArgument("in_out_ptr0", True, True), KernelArgument("in_ptr0",
 
 
 @pytest.fixture(autouse=True)
-def cudnn(monkeypatch):
+def everywhere(monkeypatch):
     """Take every convolution for one that cuDNN computes."""
-    monkeypatch.setattr(writers, "_cudnn_layout", lambda *arguments: torch.contiguous_format)
-    monkeypatch.setattr(writers, "_on_device", lambda image: True)
+    monkeypatch.setattr(cudnn, "_cudnn_layout", lambda *arguments: torch.contiguous_format)
+    monkeypatch.setattr(nodes, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(nodes, "_has_triton", lambda: False)
 
 
 def wrapper(channels=16, dtype=torch.half, then=RELU, reader_between=False):
@@ -76,5 +77,5 @@ def test_anything_else_stays_apart(kwargs):
 
 def test_where_cudnn_has_no_such_kernel_the_numbers_are_the_same():
     image, weight, bias = torch.randn(2, 8, 5, 5), torch.randn(16, 8, 3, 3), torch.randn(16)
-    got = writers.convolve_relu(image, weight, bias, [1, 1], [1, 1], [1, 1], 1)
+    got = cudnn.convolve_relu(image, weight, bias, [1, 1], [1, 1], [1, 1], 1)
     torch.testing.assert_close(got, torch.relu(torch.conv2d(image, weight, bias, padding=1)))

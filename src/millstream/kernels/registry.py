@@ -1,0 +1,203 @@
+"""All kernels of our own: the one list of their families, and what the rest of the library asks of them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from millstream import kernels
+from millstream._torch.workarounds import is_off
+from millstream.kernels.channels_last import keep_strides, puts_channels_last, taken_for_convolutions
+from millstream.kernels.conv2d.channels import align_channels
+from millstream.kernels.conv2d.conv2d import CONVOLVE, Conv2d, convolve_2d, convolve_2d_together, launches_of_conv2d
+from millstream.kernels.conv2d.conv2d_writer import bind_conv2d
+from millstream.kernels.conv2d.epilogues import absorb_epilogues
+from millstream.kernels.conv2d.linear import take_linear_layers
+from millstream.kernels.conv2d.split_k import find_split_launches, split_long_sums
+from millstream.kernels.cudnn import absorb_bias_and_relu, bind_cudnn
+from millstream.kernels.depthwise.depthwise import (
+    CONVOLVE_DEPTHWISE,
+    MOST_WINDOWS,
+    Depthwise,
+    bind_depthwise,
+    convolve_depthwise,
+    convolve_depthwise_together,
+    launches_of_depthwise,
+)
+from millstream.kernels.depthwise.prologues import absorb_prologues
+from millstream.kernels.family import Epilogue, Family, Grouping, Writer
+from millstream.kernels.horizontal_fusion import Own, divide, find_joint_launches, fuse_horizontally
+from millstream.kernels.launches import Launch, compiling
+from millstream.kernels.nodes import depths_of, values
+from millstream.kernels.weights.conversions import take_conversions
+from millstream.kernels.weights.weights import (
+    Conversion,
+    bind_weight,
+    convert_weight,
+    convert_weights_together,
+    launches_of_conversions,
+)
+from millstream.program import Program
+
+SWITCH = "own-kernels"
+"""Switches all families off, as ``options={"own_kernels": False}`` does."""
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "conv2d",
+        "convolutions and linear layers with few products, and what follows them",
+        rewrite_images=(align_channels, absorb_epilogues),
+        rewrite=(take_linear_layers,),
+        operators=(CONVOLVE,),
+        bind=bind_conv2d,
+        grouping=Grouping(convolve_2d, Conv2d, launches_of_conv2d, convolve_2d_together),
+        kernels=frozenset({"conv2d", "reduce_partials"}),
+    ),
+    Family(
+        "depthwise",
+        "depthwise convolutions with few results, and what stands in front of them",
+        rewrite_images=(absorb_prologues,),
+        operators=(CONVOLVE_DEPTHWISE,),
+        bind=bind_depthwise,
+        grouping=Grouping(
+            convolve_depthwise,
+            Depthwise,
+            launches_of_depthwise,
+            convolve_depthwise_together,
+            most_windows=MOST_WINDOWS,
+        ),
+        kernels=frozenset({"depthwise"}),
+    ),
+    Family(
+        "weights",
+        "copies of small weights with their channels last",
+        rewrite_images=(take_conversions,),
+        bind=bind_weight,
+        grouping=Grouping(
+            convert_weight, Conversion, launches_of_conversions, convert_weights_together, is_by_need=True
+        ),
+        kernels=frozenset({"convert"}),
+    ),
+    Family(
+        "cudnn",
+        "cuDNN's convolutions write into the plan's memory, with bias and relu",
+        bind=bind_cudnn,
+        absorb=absorb_bias_and_relu,
+    ),
+    Family(
+        "horizontal-fusion",
+        "several of our kernels that are alike are one launch",
+        fuse=lambda program: fuse_horizontally(program, _groupings()),
+        launches=lambda program: find_joint_launches(program, _groupings()),
+    ),
+    Family("split-k", "long sums of few results are split", fuse=split_long_sums, launches=find_split_launches),
+)
+
+
+def families() -> Iterator[Family]:
+    """Those that are not switched off."""
+    return (each for each in FAMILIES if not (is_off(SWITCH) or is_off(each.name)))
+
+
+def _groupings() -> list[Grouping]:
+    return [each.grouping for each in families() if each.grouping is not None]
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the code of all. A number that somebody has to raise would be forgotten, and old times believed."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(kernels.__file__).parent.rglob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def version() -> str:
+    """Another name for other code, or other families: times of the one say nothing of the other."""
+    return " ".join([_sources(), *(each.name for each in families())])
+
+
+def is_generated(name: str) -> bool:
+    """Whether the code of this name on a GPU is Triton's, by TorchInductor or of our own, and no library's."""
+    return name.startswith("triton_") or any(name in each.kernels for each in FAMILIES)
+
+
+# --- before Inductor -------------------------------------------------------------------------------------------------
+
+
+def rewrite(gm: torch.fx.GraphModule) -> bool:
+    """Change a graph of aten operators for inference, in place, as our kernels compute it.
+
+    Returns:
+        Whether Inductor is to put the channels of images last, which it would decide of the graph as it was.
+    """
+    known = [*families()]
+    is_last = any(each.rewrite_images for each in known) and puts_channels_last(gm)
+    if is_last:
+        keep_strides(gm)
+        for family in known:
+            for each in family.rewrite_images:
+                each(gm)
+    for family in known:
+        for each in family.rewrite:
+            each(gm)
+    return is_last
+
+
+def known_to_inductor() -> AbstractContextManager[None]:
+    """Let Inductor take our convolutions for its own where it decides which images are to have their channels last."""
+    return taken_for_convolutions([operator for each in families() for operator in each.operators])
+
+
+def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
+    """The kernels of our own that a graph of aten operators probably comes to.
+
+    Inductor's fusion and layouts are not known yet: it is assumed that what lies equally deep here, does so in the
+    program, and that memory is laid out as our kernels need it. What is wrong about that costs only time to compile.
+    """
+    depths, tasks = depths_of(graph), []
+    for node in graph.nodes:
+        for family in families():
+            writer = family.bind(node) if family.bind is not None and family.grouping is not None else None
+            if writer is not None and family.grouping is not None:
+                task = family.grouping.task(*values(writer.arguments), node.meta["val"])
+                need = min((depths[user] for user in node.users), default=0)
+                tasks.append(Own(family.grouping, task, depths[node], need))
+                break
+    for group in divide(tasks):
+        yield from tasks[group[0]].grouping.launches([tasks[i].task for i in group])
+
+
+# --- after Inductor --------------------------------------------------------------------------------------------------
+
+
+def find_writer(node: torch.fx.Node) -> Writer | None:
+    """What computes a node into memory that it is given; ``None`` where nothing does."""
+    for family in families():
+        writer = family.bind(node) if family.bind is not None else None
+        if writer is not None and writer.fits:
+            return writer
+    return None
+
+
+def find_epilogue(node: torch.fx.Node) -> Epilogue | None:
+    """What a generated kernel of the wrapper is part of, if another kernel can do it at once."""
+    for family in families():
+        found = family.absorb(node) if family.absorb is not None else None
+        if found is not None and (writer := find_writer(found.result)) is not None and writer.function is found.of:
+            return found
+    return None
+
+
+def fuse(program: Program) -> Program:
+    """Let kernels of our own that are alike become one launch, and long sums two, and compile them."""
+    for family in families():
+        if family.fuse is not None:
+            program = family.fuse(program)
+    with compiling(launch for each in families() if each.launches for launch in each.launches(program)):
+        return program
