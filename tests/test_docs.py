@@ -1,11 +1,14 @@
 """Pages say what is so: their programs run, recipes are the tested ones, lists are complete, links lead somewhere."""
 
+import importlib
 import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
+import millstream as ms
+from millstream import errors
 from millstream._torch.workarounds import PARTS
 from millstream.api import compile, step
 from millstream.cli.command import make_parser
@@ -17,7 +20,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PIECES = {
     "data_parallel.md": "tests/parallel runs it in two processes",
     "effects.md": "its trainer and logger are the reader's; tests/capture runs the same calls",
-    "feed.md": "its loaders and steps are the reader's; tests/data runs the same calls",
     "recipes.md": "recipes/ runs them with the real packages; here they are compared with what is run there",
     "streams.md": "written by benchmarks.pages.inception_block",
     "streams_by_hand.md": "its tensors are the reader's; tests of streams by hand run the same calls",
@@ -89,6 +91,21 @@ def test_every_option_is_in_the_reference():
     assert [name for name in PARTS if f"; `{name}`: " not in page] == []
     commands = next(action for action in make_parser()._actions if action.dest != "help" and action.choices).choices
     assert [name for name in commands if f"`millstream {name}" not in page] == []
+
+
+def test_every_public_name_is_in_the_reference():
+    """Under its own heading; errors are all those of their module."""
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^::: (\S+)\n    options:\n      heading: (\S+)$", text, re.MULTILINE))
+    assert "::: millstream.errors\n" in text
+    names = {f"ms.{name}": getattr(ms, name) for name in ms.__all__ if getattr(ms, name).__module__ != errors.__name__}
+    assert {f"{each.__module__}.{each.__qualname__}": name for name, each in names.items()}.items() <= shown.items()
+    missing = []
+    for path in shown:
+        module, _, name = path.rpartition(".")
+        if not hasattr(importlib.import_module(module), name):
+            missing.append(path)
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

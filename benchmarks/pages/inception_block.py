@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,13 +82,38 @@ def costs_of(graph: KernelGraph) -> Costs:
     return Costs(tuple(shares), alone.wait_ns)
 
 
-def draw_dependencies(graph: KernelGraph) -> str:
-    """The kernels and what they need, as a Mermaid flow chart."""
-    lines = ["flowchart LR"]
-    lines += [f'  {kernel.id}["{kernel.id} {", ".join(kernel.ops)}"]' for kernel in graph.kernels]
-    for kernel, found in enumerate(derive_dependencies(graph)):
-        lines += [f"  {each.kernel} --> {kernel}" for each in found]
-    return "\n".join(lines)
+def draw_dependencies(names: Sequence[str], needs: Sequence[Sequence[int]]) -> str:
+    """Kernels and what each needs, as a drawing: a column for each depth, a row for each chain."""
+    depths: list[int] = []
+    rows: list[int] = []
+    ends: list[int] = []  # of each row: its last kernel
+    for kernel, needed in enumerate(needs):  # program order: what a kernel needs comes before it
+        depths.append(1 + max((depths[each] for each in needed), default=-1))
+        row = next((rows[each] for each in needed if ends[rows[each]] == each), len(ends))
+        rows.append(row)
+        ends[row : row + 1] = [kernel]
+    left = [12 + 142 * depth for depth in depths]
+    middle = [26 + 40 * row for row in rows]
+    width, height = max(left) + 140, max(middle) + 26
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        "<style>text { font: 12px sans-serif; fill: #222222 } .box { fill: #eef1f4; stroke: #8a949e }",
+        ".arrow { fill: none; stroke: #555f69 } .head { fill: #555f69 } .paper { fill: #ffffff }",
+        "@media (prefers-color-scheme: dark) { text { fill: #dde3e8 } .box { fill: #20262c; stroke: #6b7680 }",
+        ".arrow { stroke: #aab4be } .head { fill: #aab4be } .paper { fill: #14181c } }</style>",
+        '<defs><marker id="head" orient="auto" markerWidth="6" markerHeight="6" refX="5" refY="3">'
+        '<path class="head" d="M0 0L6 3L0 6z"/></marker></defs>',
+        '<rect class="paper" width="100%" height="100%"/>',
+    ]
+    for kernel, needed in enumerate(needs):
+        for each in needed:
+            start, end = left[each] + 122, left[kernel] - 1
+            bend = f"H{end - 19}C{end - 5} {middle[each]} {end - 14} {middle[kernel]} {end} {middle[kernel]}"
+            lines.append(f'<path class="arrow" marker-end="url(#head)" d="M{start} {middle[each]}{bend}"/>')
+    for kernel, name in enumerate(names):
+        lines.append(f'<rect class="box" x="{left[kernel]}" y="{middle[kernel] - 14}" width="122" height="28" rx="4"/>')
+        lines.append(f'<text x="{left[kernel] + 8}" y="{middle[kernel] + 4}">{kernel} {name}</text>')
+    return "\n".join([*lines, "</svg>\n"])
 
 
 def section(text: str, head: str) -> str:
@@ -119,8 +145,10 @@ def main() -> None:
         "block": Path(__file__).read_text(encoding="utf-8").split("# --- the block\n")[1].split("\n\n\n# ---")[0],
         "operators": operators,
         "kernels": section(format_graph(graph), "kernels"),
-        "dependencies": draw_dependencies(graph),
     }
+    needs = [[each.kernel for each in found] for found in derive_dependencies(graph)]
+    drawing = draw_dependencies([", ".join(kernel.ops) for kernel in graph.kernels], needs)
+    (FIGURES / "inception_dependencies.svg").write_text(drawing, encoding="utf-8")
     for streams, plan in plans.items():
         check_plan(plan)
         report = report_of(plan, costs)

@@ -227,7 +227,7 @@ def test_reports_are_saved_compared_and_held_against_bounds(tmp_path, capsys, mo
     assert "idle>20% holds" in capsys.readouterr().err
     report = json.loads(data.read_text())
     assert report["num_steps"] == 9
-    documented = Path(__file__, "../../../docs/idle.md").resolve().read_text(encoding="utf-8")
+    documented = Path(__file__, "../../../docs/idle_report.md").resolve().read_text(encoding="utf-8")
     assert all(f"`{key}`" in documented for key in (*report, *report["rows"][0]))
     assert report["idle"] > 0.2
     text = page.read_text()
