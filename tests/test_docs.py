@@ -1,7 +1,9 @@
 """Pages say what is so: their programs run, recipes are the tested ones, lists are complete, links lead somewhere."""
 
 import importlib
+import posixpath
 import re
+import runpy
 import textwrap
 from pathlib import Path
 
@@ -121,6 +123,22 @@ def test_links_lead_somewhere(page):
         if anchor:
             lines = path.read_text(encoding="utf-8").splitlines()
             assert anchor in [slug(line) for line in lines if line.startswith("#")], f"{label}: {target}"
+
+
+def test_site_has_every_page_in_its_menu():
+    hooks = runpy.run_path(str(ROOT / "tools" / "site_hooks.py"))
+    outside = {path.relative_to(ROOT).as_posix() for pattern in hooks["OUTSIDE"] for path in ROOT.glob(pattern)}
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} | outside
+    menu = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(menu) == sorted(pages)
+    for name in outside:
+        text = hooks["for_site"]((ROOT / name).read_text(encoding="utf-8"), name)
+        links = re.findall(r"\]\(([^)\s#]+)[^)]*\)", text)
+        targets = {
+            posixpath.normpath(posixpath.join(posixpath.dirname(name), link)) for link in links if ":" not in link
+        }
+        assert [each for each in targets if each not in pages and not (ROOT / "docs" / each).exists()] == []
+    assert hooks["for_site"]("[a](docs/feed.md#b) [c](src/d.py)", "CHANGELOG.md") == "[a](feed.md#b) c"
 
 
 def slug(heading):
