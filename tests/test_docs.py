@@ -138,7 +138,7 @@ def test_site_has_every_page_in_its_menu():
             posixpath.normpath(posixpath.join(posixpath.dirname(name), link)) for link in links if ":" not in link
         }
         assert [each for each in targets if each not in pages and not (ROOT / "docs" / each).exists()] == []
-    assert hooks["for_site"]("[a](docs/feed.md#b) [c](src/d.py)", "CHANGELOG.md") == "[a](feed.md#b) c"
+    assert hooks["for_site"]("[a](docs/feed.md#b) [c](LICENSE)", "CHANGELOG.md") == "[a](feed.md#b) c"
 
 
 def slug(heading):
