@@ -13,8 +13,8 @@ PAGE = ROOT / "docs" / "reasons.md"
 
 HEAD = """# Reasons and remedies
 
-Every reason for which a step or a graph is not captured, as warnings and errors say it, with what to do; `…` stands for
-names and lines of yours. This page is made from the code by `python docs/reasons.py`.
+Every reason for which a step or a graph is not captured, as warnings and errors say it, and what to do. `…` stands for
+your names and lines. `python docs/reasons.py` makes this page from the code.
 
 | it says | do |
 |---|---|

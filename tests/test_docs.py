@@ -90,7 +90,7 @@ def test_every_option_is_in_the_reference():
     page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     names = {*inspect.signature(compile).parameters, *inspect.signature(step).parameters} - {"model", "fn"}
     assert [name for name in sorted(names) if f"`{name}=" not in page] == []
-    assert [name for name in PARTS if f"; `{name}`: " not in page] == []
+    assert [name for name in PARTS if f"| `{name}` | " not in page] == []
     commands = next(action for action in make_parser()._actions if action.dest != "help" and action.choices).choices
     assert [name for name in commands if f"`millstream {name}" not in page] == []
 
