@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 
 from benchmarks.cases.models import LARGE, TrainingCase
+from benchmarks.measuring.baselines import FUSED_LOOPS
 from benchmarks.measuring.results import Row
 from benchmarks.measuring.suite import Settings, run_suite
 from benchmarks.training import run_case
 
-BASELINES = ("step graph", "compile loop fused")
+BASELINES = ("step graph", *FUSED_LOOPS)
 LONG = ("max-autotune step graph",)
 
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from benchmarks.cases.models import TRAINING, Training, TrainingCase
 from benchmarks.measuring import ours
-from benchmarks.measuring.baselines import Call, Trainee, TrainingJudge, build_training, trainee
+from benchmarks.measuring.baselines import FUSED_LOOPS, Call, Trainee, TrainingJudge, build_training, trainee
 from benchmarks.measuring.equality import Move, Results, hear_neighbours
 from benchmarks.measuring.harness import Run, sound_pools
 from benchmarks.measuring.results import Row
 from benchmarks.measuring.sides import build_each, compare
 from benchmarks.measuring.suite import Settings, run_suite
 
-BASELINES = ("eager", "compile loop", "compile loop fused", "step graph", "cudnn")
+BASELINES = ("eager", "compile loop", *FUSED_LOOPS, "step graph", "cudnn")
 
 
 class SampledTrainingJudge(TrainingJudge):
@@ -54,7 +54,7 @@ def run_case(case: TrainingCase, settings: Settings, baselines: tuple[str, ...] 
         for name in baselines
         if settings.wants(name)
         and (name != "cudnn" or hasattr(problem.model, "library_twin"))
-        and (name != "compile loop fused" or problem.has_fused_optimizer)
+        and (name not in FUSED_LOOPS or problem.has_fused_optimizer)
     ]
     peers = build_each(asked, lambda name: build_training(problem, name, judge, plan_memory=settings.plan_memory))
     return compare(case.name, mine, peers, settings)

@@ -4,7 +4,7 @@ Inference:
 
 - ``eager``: the model called; ``eager graph``: its kernels captured by hand in one CUDA graph
 - ``compile``, ``compile reduce-overhead``: torch.compile called, by default and with its own CUDA graphs
-- ``inductor graph``: torch.compile's kernels captured by hand in one CUDA graph: the strongest peer on one stream
+- ``inductor graph``: torch.compile's kernels captured by hand in one CUDA graph
 - ``max-autotune graph``: the same with searched matrix products and convolutions
 - ``cudnn``: ``nn.LSTM`` in place of the custom cell, in one CUDA graph
 
@@ -13,6 +13,7 @@ Training:
 - ``eager``: the step called
 - ``compile loop``: the user's loop, with torch.compile on the model and the optimizer as PyTorch gives it
 - ``compile loop fused``: the same with the fused optimizer
+- ``compile loop reduce-overhead``: the same with it and torch.compile's own CUDA graphs
 - ``compile loop compiled optimizer``: the same with torch.compile on the optimizer's step as well
 - ``step graph``: forward, backward and optimizer captured by hand in one CUDA graph around torch.compile
 - ``max-autotune step graph``: the same with searched matrix products and convolutions
@@ -41,6 +42,7 @@ from benchmarks.measuring.harness import MemoryMeter, Run, full_precision, queue
 from benchmarks.measuring.sides import WARM_CALLS, Side, capture, timed
 
 Call = Callable[..., Tensor]
+FUSED_LOOPS = ("compile loop fused", "compile loop reduce-overhead")
 MEMORY_PLANNING: dict[str, Any] = {"memory_planning": True}
 MAX_AUTOTUNE: dict[str, Any] = {"max_autotune": True, "coordinate_descent_tuning": True}  # as the mode of that name
 
@@ -275,13 +277,15 @@ def build_training(
     """Build a training baseline by its name; arguments as for ``build_inference``."""
     if name in ("step graph", "max-autotune step graph"):
         return build_step_graph(problem, judge, name, plan_memory=plan_memory)
-    side = trainee(problem, fused=name == "compile loop fused")
+    side = trainee(problem, fused=name in FUSED_LOOPS)
     run: Any = side.model
     match name:
         case "eager":
             pass
         case "compile loop" | "compile loop fused" | "compile loop compiled optimizer":
             run = torch.compile(side.model)
+        case "compile loop reduce-overhead":
+            run = torch.compile(side.model, mode="reduce-overhead")
         case "cudnn":
             run = library_twin(problem.model)
             side = Trainee(run, problem.make_optimizer(run))
@@ -300,7 +304,7 @@ def build_training(
 
 
 def build_step_graph(problem: Training, judge: TrainingJudge | None, name: str, *, plan_memory: bool) -> Side:
-    """Build the whole step, captured by hand: the strongest peer on one stream."""
+    """Build the whole step, captured by hand."""
     options = MAX_AUTOTUNE if name.startswith("max-autotune") else {}
     side, first_loss, captured = capture_step(problem, options)
     peak = captured.peak_bytes
