@@ -97,16 +97,16 @@ def lower(case: InferenceCase | TrainingCase, settings: Settings) -> tuple[Any, 
 
 def record(executable: Any, call: Callable[[], object]) -> tuple[Any, list[Any]]:
     """The program of what runs on the serial engine, and copies of the flat inputs that it gets in a call."""
-    engine, seen = executable.engine, []
-    own_run = engine._run
+    seen: list[Any] = []
+    own_run = executable._run
 
     def note(values: list[Any]) -> Any:
         seen.append(copied(values))
         return own_run(values)
 
-    engine._run = note
+    executable._run = note
     call()
-    engine._run = own_run
+    executable._run = own_run
     return executable.lowered, seen[0]
 
 

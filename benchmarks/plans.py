@@ -39,11 +39,11 @@ def run_case(case: InferenceCase, settings: Settings) -> list[Row]:
     problem = case.make(settings.device, channels_last=settings.channels_last)
     executable = build(problem, settings)
     graph, plan, costs = executable.plan.graph, executable.plan, executable.costs
-    base = executable.engine.capture_beside(plan_serial(graph))
+    base = executable.capture_beside(plan_serial(graph))
     chain = critical_path(graph, [cost.duration_ns for cost in costs.kernels])
     graphs: dict[str, Any] = {BASE: base, CHAIN: capture_chain(executable, base, chain)}
     if plan.num_streams > 1:
-        graphs |= {each.value: executable.engine.capture_beside(replace(plan, spread=each)) for each in Spread}
+        graphs |= {each.value: executable.capture_beside(replace(plan, spread=each)) for each in Spread}
     clocks = {name: device_clock(captured.replay, settings.device) for name, captured in graphs.items()}
     samples = alternate(clocks, settings.rounds)
     facts = Row(

@@ -134,7 +134,7 @@ def lowered(model, *inputs):
     seen = []
     compiled = ms.compile(model, engine="serial", strict=True)
     compiled(*inputs)
-    engine = executables(compiled)[0].engine
+    engine = executables(compiled)[0]
     run = engine._run
 
     def spy(values):

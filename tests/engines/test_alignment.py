@@ -64,7 +64,7 @@ def test_a_cpu_watches_nothing():
     compiled = ms.compile(lambda x: (x * 2).relu(), engine="serial", strict=True)
     x = torch.randn(64)
     assert torch.equal(compiled(shifted(x)), compiled(x))
-    engine = executables(compiled)[0].engine
+    engine = executables(compiled)[0]
     assert not engine.lowered.program.aligned
     assert "data_ptr" not in engine._run.source
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import millstream as ms
-from millstream.engine import BySize, Executable, by_size
+from millstream.engine import BySize, by_size
 from millstream.engine.arena import GRAIN_BYTES, HEADROOM, Arena, lay_out
 from millstream.engine.cuda import captured, cuda_graph
 from millstream.engine.cuda.captured import Family
@@ -177,10 +177,10 @@ def on_graphs(program):
             chosen=chosen and serial,
             arena=many.arena,
             is_warm=many.is_warm,
-            on_failure=pytest.fail,
+            warn=pytest.fail,
         )
         engines.append(engine)
-        return Executable(engine, [])
+        return engine
 
     program._build, program._least_open_calls, program._open_calls = build, 1, 1
     return engines
@@ -193,7 +193,7 @@ def test_captured_sizes_have_one_memory_in_turn(device, model, compiled):
         for length in (9, 9, 9, 30, 30, 5, 5, 30, 9, 5, 80, 80, 5, 9, 30, 80):
             networks.assert_close(tuple(compiled(texts(length))), model(texts(length)))
     assert len(engines) == 4
-    assert all(engine.captured for engine in engines)
+    assert all(engine.is_captured for engine in engines)
     largest = max(engine._captured._whole.numel() for engine in engines)
     assert largest <= program.arena.num_bytes <= 1.1 * largest
     assert len({engine._captured._whole.data_ptr() for engine in engines}) == 1
@@ -209,7 +209,7 @@ def test_sizes_on_several_streams_have_memory_of_their_own(device, model, compil
             networks.assert_close(tuple(compiled(texts(length))), model(texts(length)))
     assert not program.arena.num_bytes
     assert len(engines) == 2
-    assert all(engine.captured and not engine.shares_memory for engine in engines)
+    assert all(engine.is_captured and not engine.shares_memory for engine in engines)
 
 
 def test_a_size_that_comes_again_is_captured_at_once(device, compiled):
@@ -217,7 +217,7 @@ def test_a_size_that_comes_again_is_captured_at_once(device, compiled):
     with torch.no_grad():
         for length in (30, 30, 30, 9, 9):
             compiled(texts(length))
-    assert [engine.captured for engine in engines] == [True, True]
+    assert [engine.is_captured for engine in engines] == [True, True]
 
 
 def test_a_graph_whose_memory_served_another_is_not_replayed_by_itself(device, compiled):

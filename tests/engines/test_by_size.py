@@ -49,7 +49,7 @@ class Lowered:
 class World:
     def __init__(self, monkeypatch, device_type="cuda", *, at_once=False, shares_memory=False):
         self.made, self.shares_memory = [], shares_memory
-        monkeypatch.setattr(by_size, "OpenEngine", lambda lowered, sizes: lambda inputs: "open")
+        monkeypatch.setattr(by_size, "OpenEngine", lambda lowered, sizes, notes: lambda inputs: "open")
         self.run = BySize(Lowered(device_type), self.build, at_once=at_once)
 
     def build(self, sizes, key, many):

@@ -72,7 +72,7 @@ def test_networks_train_as_in_eager(kind):
     captured, sides, losses = train(kind, OPTIMIZERS["momentum"], 20)
     assert_trained_alike(sides, losses)
     (executable,) = executables(captured)
-    assert executable.engine.name == "serial"
+    assert executable.name == "serial"
     assert not captured.fallbacks
 
 

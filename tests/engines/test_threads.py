@@ -77,7 +77,7 @@ def test_inference_gives_the_bits_of_the_serial_engine(kind):
     results = [threads(x) for x in batches]
     assert is_the_same(results, expected)
     (executable,) = executables(threads)
-    assert executable.engine.name == "threads"
+    assert executable.name == "threads"
     if kind in (networks.Inception, networks.Lstm):
         assert executable.num_streams == 2
         assert executable.candidates[1].outcome == CHOSEN
@@ -92,7 +92,7 @@ def test_training_steps_give_the_bits_of_the_serial_engine(kind):
         captured, ((model, optimizer, _), _), losses = train(kind, OPTIMIZERS["momentum"], 6, engine=engine)
         runs.append((losses[0], list(model.state_dict().values()), networks.optimizer_state(optimizer)))
     (executable,) = executables(captured)
-    assert (executable.engine.name, executable.num_streams) == ("threads", 2)
+    assert (executable.name, executable.num_streams) == ("threads", 2)
     assert is_the_same(*runs)
 
 
@@ -186,7 +186,7 @@ def test_an_error_in_a_kernel_reaches_the_caller_and_leaves_the_engine_usable():
     compiled = ms.compile(model, engine="threads", strict=True)
     expected = settled(compiled, x)
     (executable,) = executables(compiled)
-    program, plan = executable.engine.lowered.program, executable.plan
+    program, plan = executable.lowered.program, executable.plan
     assert plan.num_streams == 2
     num_workers = threading.active_count()
     for broken in range(len(program.calls)):
@@ -196,14 +196,12 @@ def test_an_error_in_a_kernel_reaches_the_caller_and_leaves_the_engine_usable():
             raise ValueError("the kernel is broken")
 
         calls = tuple(dataclasses.replace(call, target=fail) if i == broken else c for i, c in enumerate(program.calls))
-        executable.engine.lowered = dataclasses.replace(
-            executable.engine.lowered, program=dataclasses.replace(program, calls=calls)
-        )
-        executable.engine.release()
+        executable.lowered = dataclasses.replace(executable.lowered, program=dataclasses.replace(program, calls=calls))
+        executable.release()
         with pytest.raises(ValueError, match="the kernel is broken") as caught:
             compiled(x)
         assert caught.traceback[-2].name == "step"
-        executable.engine.lowered = dataclasses.replace(executable.engine.lowered, program=program)
+        executable.lowered = dataclasses.replace(executable.lowered, program=program)
         assert torch.equal(compiled(x), expected)
     assert threading.active_count() == num_workers
 
@@ -277,7 +275,7 @@ def test_several_callers_at_the_same_time():
         x, _ = networks.example(kind)
         compiled = ms.compile(kind().eval(), engine="threads", strict=True)
         cases.append((compiled, x, settled(compiled, x)))
-    (engine,) = [executable.engine for executable in executables(cases[0][0])]
+    (engine,) = executables(cases[0][0])
     errors = []
 
     def call(number):
@@ -395,7 +393,7 @@ def test_a_forked_child_does_not_wait_for_a_call_of_its_parent():
     compiled = ms.compile(model, engine="serial", strict=True)
     expected = compiled(x)
     (executable,) = executables(compiled)
-    with executable.engine.arena.lock:  # as in the middle of a call by another thread
+    with executable.arena.lock:  # as in the middle of a call by another thread
         child = os.fork()
         if child == 0:
             signal.alarm(20)
@@ -417,7 +415,7 @@ def test_the_environment_asks_for_threads(monkeypatch):
     monkeypatch.setenv("MILLSTREAM_ENGINE", "threads")
     compiled = ms.compile(networks.Mlp().eval(), strict=True)
     compiled(networks.example(networks.Mlp)[0])
-    assert executables(compiled)[0].engine.name == "threads"
+    assert executables(compiled)[0].name == "threads"
     monkeypatch.setenv("MILLSTREAM_ENGINE", "thread")
     torch._dynamo.reset()
     with pytest.raises(ArgumentError, match=r"'thread'.*threads"):
@@ -461,7 +459,7 @@ def test_auto_tries_without_a_trace_and_keeps_the_faster(monkeypatch, is_faster)
             assert tried or kind is networks.Inception  # whose mean is summed in parts, one for each thread
             if tried:
                 assert outcomes == (["slower", CHOSEN] if is_faster else [CHOSEN, "slower"])
-                assert executable.engine.name == ("threads" if is_faster else "serial")
+                assert executable.name == ("threads" if is_faster else "serial")
     finally:
         torch.set_num_threads(1)
 
@@ -475,8 +473,8 @@ def test_auto_leaves_chains_alone():
         for _ in range(4):
             compiled(x)
         (executable,) = executables(compiled)
-        assert executable.engine.name == "serial"
-        assert executable.engine._run is None
+        assert executable.name == "serial"
+        assert executable._run is None
         assert not executable.candidates
     finally:
         torch.set_num_threads(1)

@@ -331,7 +331,7 @@ def memory_held(rank):
         return net, plain(model, sgd(model.parameters()))
 
     def arena_bytes(executables):
-        return sum(each.engine.arena.num_bytes for each in executables if hasattr(each.engine, "arena"))
+        return sum(each.arena.num_bytes for each in executables if hasattr(each, "arena"))
 
     generator = torch.Generator().manual_seed(rank)
     data = [(torch.randn(512, 96, generator=generator), torch.randn(512, 2, generator=generator)) for _ in range(4)]

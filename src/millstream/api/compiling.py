@@ -14,7 +14,7 @@ from millstream._torch.compiler.dynamo import is_compiled_by_torch
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.model import Builder, Compiled, CompiledModule, Compiler, compile_module
 from millstream.capture.step.step import Step
-from millstream.engine import ENGINES, HAND_STREAMS, BySize, Executable, Family, OneOfMany, Scheduling, build
+from millstream.engine import ENGINES, HAND_STREAMS, BySize, Engine, Family, OneOfMany, Scheduling, build
 from millstream.errors import ArgumentError, names_are_suggested
 from millstream.lower import Lowered, LoweredForSizes, check_options
 
@@ -207,7 +207,7 @@ def new_builder(engine: str | None, scheduling: Scheduling, copy_outputs: bool, 
     families: WeakValueDictionary[Hashable, Family] = WeakValueDictionary()
     own = Family()
 
-    def make(lowered: Lowered, family: Family, one_of_many: OneOfMany | None = None) -> Executable:
+    def make(lowered: Lowered, family: Family, one_of_many: OneOfMany | None = None) -> Engine:
         return build(
             lowered,
             engine=engine,
@@ -218,10 +218,10 @@ def new_builder(engine: str | None, scheduling: Scheduling, copy_outputs: bool, 
             warn=warn,
         )
 
-    def make_for_size(lowered: Lowered, key: Hashable, one_of_many: OneOfMany) -> Executable:
+    def make_for_size(lowered: Lowered, key: Hashable, one_of_many: OneOfMany) -> Engine:
         return make(lowered, families.setdefault(key, Family()), one_of_many)
 
-    def finish(lowered: Lowered | LoweredForSizes) -> Executable | BySize:
+    def finish(lowered: Lowered | LoweredForSizes) -> Engine | BySize:
         if isinstance(lowered, Lowered):
             return make(lowered, own)
         at_once = engine is not None or bool(os.environ.get("MILLSTREAM_ENGINE"))

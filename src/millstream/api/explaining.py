@@ -13,7 +13,7 @@ from millstream.capture.model import Compiled, CompiledModule
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.step import Step
 from millstream.cost import Roofline
-from millstream.engine import AgreedEngine, BySize, Executable
+from millstream.engine import AgreedEngine, BySize, Engine
 from millstream.engine.traced import trace_run, why_not_trace
 from millstream.errors import ArgumentError, LoweringError
 from millstream.graph import Role
@@ -74,7 +74,7 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
     return Explanation(name, programs, fallbacks, communication, captures)
 
 
-def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Executable, OneSize | None]]:
+def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Engine, OneSize | None]]:
     """The executables of a program, at all sizes or at those with a given value, and what is known of each."""
     if not isinstance(one, BySize):
         yield one, None
@@ -96,9 +96,9 @@ def _at_sizes(one: Any, number: int, size: int | None) -> Iterator[tuple[Executa
         yield from ((executable, None) for executable in one)
 
 
-def _at_one_size(made: Sequence[Any], size: int) -> list[Executable]:
+def _at_one_size(made: Sequence[Any], size: int) -> list[Engine]:
     """Programs for one size that have it where their inputs and those of others differ."""
-    alike: dict[Any, list[tuple[tuple[int, ...], Executable | None]]] = {}
+    alike: dict[Any, list[tuple[tuple[int, ...], Engine | None]]] = {}
     for number, one in enumerate(made):
         for executable, one_size in _at_sizes(one, number, None):
             shapes = [layout.size for layout in _input_layouts(executable.lowered.program)]
@@ -113,7 +113,7 @@ def _at_one_size(made: Sequence[Any], size: int) -> list[Executable]:
     return found
 
 
-def _report(executable: Executable, effects: Sequence[str] = (), *, measure: bool = False) -> ProgramReport:
+def _report(executable: Engine, effects: Sequence[str] = (), *, measure: bool = False) -> ProgramReport:
     costs, notes = executable.costs, (*executable.notes, *effects)
     is_calculated = costs is None
     timeline = None
@@ -130,7 +130,7 @@ def _report(executable: Executable, effects: Sequence[str] = (), *, measure: boo
     return ProgramReport(
         executable.plan,
         phase=str(executable.lowered.phase),
-        engine=executable.engine.name,
+        engine=executable.name,
         peak_bytes=executable.peak_bytes,
         compile_seconds=executable.compile_seconds,
         notes=notes,
@@ -181,7 +181,7 @@ def _input_layouts(program: Program) -> Iterator[Layout]:
             yield layout
 
 
-def executables(compiled: Any) -> list[Executable]:
+def executables(compiled: Any) -> list[Engine]:
     """The executables behind a compiled model or step, in the order they were compiled.
 
     Raises:
@@ -212,11 +212,11 @@ def is_compiled(value: Any) -> bool:
     return isinstance(function, (Step, Compiled)) or issubclass(type(function), CompiledModule)
 
 
-def _behind(graph: StepGraph) -> Sequence[Executable]:
+def _behind(graph: StepGraph) -> Sequence[Engine]:
     return _flat(getattr(graph.executable, "executables", ()))
 
 
-def _flat(made: Iterable[Executable | BySize]) -> list[Executable]:
+def _flat(made: Iterable[Engine | BySize]) -> list[Engine]:
     """Those of programs for many sizes, too."""
     return [one for executable in made for one in (executable if isinstance(executable, BySize) else [executable])]
 

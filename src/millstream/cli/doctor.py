@@ -217,7 +217,7 @@ def _describe(compiled: object) -> str:
     found = executables(compiled)
     if not found:
         return "right, but nothing of it was captured"
-    return f"{len(found)} graph on engine {found[0].engine.name}, values as eager"
+    return f"{len(found)} graph on engine {found[0].name}, values as eager"
 
 
 def _assert_close(ours: list[float], theirs: list[float]) -> None:

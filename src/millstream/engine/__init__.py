@@ -1,9 +1,10 @@
 """Running a plan, all with the same results: ``serial``, ``threads`` (CPU), ``graph`` (one CUDA graph), ``streams``."""
 
-from millstream.engine.build import ENGINES, Engine, Executable, OneOfMany, build
+from millstream.engine.build import ENGINES, OneOfMany, build
 from millstream.engine.by_size import BySize
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.engine import Engine
 from millstream.engine.parallel.agreed import AgreedEngine
 from millstream.engine.planning.choice import HAND_STREAMS, Scheduling
 from millstream.engine.serial import SerialEngine
@@ -16,7 +17,6 @@ __all__ = [
     "BySize",
     "CudaGraphEngine",
     "Engine",
-    "Executable",
     "Family",
     "OneOfMany",
     "Scheduling",

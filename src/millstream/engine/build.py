@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 
 from millstream.check import check_plan
-from millstream.cost import Costs, Roofline
+from millstream.cost import Roofline
 from millstream.device import context
 from millstream.device.native import why_not_build
 from millstream.engine.arena import Arena
@@ -18,11 +17,12 @@ from millstream.engine.cpu.threads import ThreadsEngine
 from millstream.engine.cpu.worker_pool import find_library
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.engine import Engine
 from millstream.engine.planning.choice import HAND_STREAMS, MOST_STREAMS, Scheduling
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
 from millstream.errors import ArgumentError
-from millstream.graph import Candidate, KernelKind, Plan, Wait
+from millstream.graph import KernelKind, Plan
 from millstream.lower import Lowered
 from millstream.schedule import peak_bytes, plan_alike, plan_graph, plan_serial
 
@@ -30,122 +30,18 @@ from millstream.schedule import peak_bytes, plan_alike, plan_graph, plan_serial
 ENGINES = ("serial", "streams", "graph", "threads")
 
 
-class Engine(Protocol):
-    """Runs one plan. Given a list of inputs, which it may empty, returns the list of outputs."""
-
-    name: str
-    lowered: Lowered
-    plan: Plan
-
-    def __call__(self, inputs: list[Any]) -> list[Any]: ...
-
-    def release(self) -> None: ...
-
-
-class Executable:
-    """An engine with what people want to know about it.
-
-    Attributes:
-        engine: What runs it.
-        notes: Why it does not run on the engine asked for, or not as well as it might; empty when it does.
-    """
-
-    def __init__(self, engine: Engine, notes: list[str]) -> None:
-        self.engine = engine
-        self.notes = notes
-
-    def __call__(self, inputs: list[Any]) -> list[Any]:
-        return self.engine(inputs)
-
-    def release(self) -> None:
-        """Give back the memory it holds between calls; the next call takes it again."""
-        self.engine.release()
-
-    def run_uncaptured(self, inputs: list[Any]) -> list[Any]:
-        """Run a call without capturing or replaying anything: for calls that are rare."""
-        engine = self.engine
-        return engine.run_uncaptured(inputs) if isinstance(engine, CudaGraphEngine) else engine(inputs)
-
-    @property
-    def lowered(self) -> Lowered:
-        return self.engine.lowered
-
-    @property
-    def plan(self) -> Plan:
-        return self.engine.plan
-
-    @property
-    def num_kernels(self) -> int:
-        return len(self.plan.graph.kernels)
-
-    @property
-    def num_streams(self) -> int:
-        return self.plan.num_streams
-
-    @property
-    def num_waits(self) -> int:
-        return sum(isinstance(step, Wait) for step in self.plan.steps)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most memory that temporaries and outputs take at one time."""
-        return peak_bytes(self.plan)
-
-    @property
-    def costs(self) -> Costs | None:
-        """What its kernels were measured to cost; ``None`` where nothing was measured."""
-        return getattr(self.engine, "costs", None)
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """The plans among which this one was chosen; empty where there was no choice."""
-        return getattr(self.engine, "candidates", ())
-
-    @property
-    def num_in_place(self) -> int:
-        """How many graphs read inputs where callers have them, beside the one that copies them."""
-        return getattr(self.engine, "num_in_place", 0)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the plan is the one that will run from now on."""
-        return getattr(self.engine, "is_settled", True)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether its temporaries lie in memory that it has in turn with other sizes of the program."""
-        return getattr(self.engine, "shares_memory", False)
-
-    @property
-    def object_bytes(self) -> int:
-        """About what its CUDA graph takes of the device beside tensors; 0 where there is none."""
-        return getattr(self.engine, "object_bytes", 0)
-
-    @property
-    def compile_seconds(self) -> float:
-        return self.lowered.seconds
-
-    def replay(self) -> None:
-        """Run the captured graph again on its present inputs (``graph`` engine only): for measurements."""
-        if not isinstance(self.engine, CudaGraphEngine):
-            raise ArgumentError(
-                f"Engine {self.engine.name} has nothing to replay; engine='graph' on a CUDA device has."
-            )
-        self.engine.replay()
-
-
 @dataclass(frozen=True)
 class OneOfMany:
     """What is known of a program because it is there for other sizes, too.
 
     Attributes:
-        arena: Memory that the executables of all sizes have in turn.
+        arena: Memory that the engines of all sizes have in turn.
         like: One of another size that has found its plan; ``None`` for the first.
         is_warm: Whether this thread has run the kernels on tensors of these sizes.
     """
 
     arena: Arena
-    like: Executable | None = None
+    like: Engine | None = None
     is_warm: bool = False
 
 
@@ -158,7 +54,7 @@ def build(
     family: Family | None = None,
     one_of_many: OneOfMany | None = None,
     warn: Callable[[str], None] = lambda reason: None,
-) -> Executable:
+) -> Engine:
     """Plan a program, check the plan, and make the engine that runs it.
 
     Args:
@@ -168,7 +64,7 @@ def build(
         copy_outputs: Whether callers own what they get.
         family: Shared by the programs of one model.
         one_of_many: Where the program is there for other sizes, too.
-        warn: Told once when the program runs on another engine than asked for.
+        warn: Told when the program does not run as asked for, which the engine's notes say, too.
 
     Raises:
         ArgumentError: ``engine`` has no such name, or the memory budget is too small for one stream.
@@ -185,47 +81,37 @@ def build(
         scheduling = replace(scheduling, streams=many.like.num_streams)
         chosen = _plan_like(many.like.plan, plan, budget)
     check_plan(chosen or plan)  # the other one has the steps of that of the first size
-    notes: list[str] = []
-
-    def refuse(reason: str) -> None:
-        notes.append(reason)
-        warn(reason)
-
-    on_cpu = lowered.program.devices == {"cpu"}
+    on_cpu, obstacle = lowered.program.devices == {"cpu"}, ""
     if lowered.program.does_nothing:  # every engine does that alike
-        return Executable(SerialEngine(lowered, plan), notes)
+        return SerialEngine(lowered, plan)
     if engine == "threads" and not on_cpu:
-        refuse(f"{lowered.program.graph.name} runs on the serial engine: it has kernels elsewhere than on the CPU.")
+        obstacle = "it has kernels elsewhere than on the CPU."
     elif engine == "threads" and find_library() is None:
-        obstacle = why_not_build() or "threads.cpp cannot be compiled"
-        refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}.")
+        obstacle = f"{why_not_build() or 'threads.cpp cannot be compiled'}."
     elif engine == "threads" or (engine is None and on_cpu and not scheduling.serial and torch.get_num_threads() > 1):
-        return Executable(ThreadsEngine(lowered, plan, scheduling, asked=engine is not None, arena=arena), notes)
+        return ThreadsEngine(lowered, plan, scheduling, asked=engine is not None, arena=arena)
     elif engine != "serial":
         obstacle = why_not_graph(lowered)
         if not obstacle and engine == "streams":
-            return Executable(streams_engine(lowered, scheduling), notes)
+            return streams_engine(lowered, scheduling)
         obstacle = obstacle or why_not_capture()
         if not obstacle:
-            family = family or Family()
-            return Executable(
-                CudaGraphEngine(
-                    lowered,
-                    plan,
-                    copy_outputs=copy_outputs,
-                    family=family,
-                    scheduling=scheduling,
-                    chosen=chosen,
-                    arena=arena,
-                    is_warm=many.is_warm,
-                    on_failure=refuse,
-                    on_drawback=notes.append,
-                ),
-                notes,
+            return CudaGraphEngine(
+                lowered,
+                plan,
+                copy_outputs=copy_outputs,
+                family=family or Family(),
+                scheduling=scheduling,
+                chosen=chosen,
+                arena=arena,
+                is_warm=many.is_warm,
+                warn=warn,
             )
-        if engine is not None or not on_cpu:
-            refuse(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}")
-    return Executable(SerialEngine(lowered, plan, arena), notes)
+    serial = SerialEngine(lowered, plan, arena)
+    if obstacle and (engine is not None or not on_cpu):
+        serial.notes.append(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}")
+        warn(serial.notes[-1])
+    return serial
 
 
 def _plan_like(known: Plan, serial: Plan, budget: int) -> Plan:

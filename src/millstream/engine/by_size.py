@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from millstream.check import check_plan
 from millstream.device import context, guard
 from millstream.engine.arena import Arena
-from millstream.engine.build import Executable, OneOfMany
+from millstream.engine.build import OneOfMany
+from millstream.engine.engine import Engine
 from millstream.engine.source import Run, compile_plan
-from millstream.graph import Plan
 from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered, LoweredForSizes
 from millstream.schedule import plan_serial
@@ -48,23 +48,25 @@ PATIENCE = 4
 NO_PLAN = "this size has no plan of its own yet: its kernels run one after another, from a text for all sizes"
 
 #: Makes the executable of a concrete program. Programs with the same key belong together, as forward and backward.
-Build = Callable[[Lowered, Hashable, OneOfMany], Executable]
+Build = Callable[[Lowered, Hashable, OneOfMany], Engine]
 
 
-class OpenEngine:
+class OpenEngine(Engine):
     """Runs the kernels of a symbolic program one after another, at any size.
 
     Args:
         symbolic: What to run.
         sizes: Of a call, at which ``lowered`` and ``plan`` are shown.
+        notes: What it is to say of itself.
     """
 
     name = "serial"
 
-    def __init__(self, symbolic: LoweredForSizes, sizes: tuple[int, ...]) -> None:
-        self.lowered = symbolic.at(sizes)
-        self.plan: Plan = plan_serial(self.lowered.program.graph)
+    def __init__(self, symbolic: LoweredForSizes, sizes: tuple[int, ...], notes: Iterable[str]) -> None:
+        lowered = symbolic.at(sizes)
+        super().__init__(lowered, plan_serial(lowered.program.graph))
         check_plan(self.plan)
+        self.notes += notes
         self._place = next((name for name in sorted(self.lowered.program.devices) if name != "cpu"), "cpu")
         program = symbolic.program
         self._run: Run = compile_plan(program.open_at(sizes), self.plan, numbers=program)
@@ -75,13 +77,10 @@ class OpenEngine:
         with context(self._place).graphs.lock, guard(self._place):
             return self._run(inputs)
 
-    def release(self) -> None:
-        """Nothing is held between calls."""
-
 
 @dataclass(slots=True)
 class _Entry:
-    executable: Executable
+    executable: Engine
     peak_bytes: int
     calls: int
 
@@ -111,8 +110,8 @@ class BySize(ForkSafeLock):
         self.arena, self.notes = Arena(), list[str]()
         self._thread = threading.local()  # has ``ran``: sizes with which it has run the open text
         self._entries: OrderedDict[tuple[int, ...], _Entry] = OrderedDict()
-        self._first: Executable | None = None
-        self._open: Executable | None = None
+        self._first: Engine | None = None
+        self._open: Engine | None = None
         self._counts: Counter[tuple[int, ...]] = Counter()
         self._least_open_calls = 0 if at_once else OPEN_CALLS.get(lowered.program.device_type, 1)
         self._open_calls = self._least_open_calls
@@ -131,12 +130,12 @@ class BySize(ForkSafeLock):
         finally:
             lock.release()
 
-    def __iter__(self) -> Iterator[Executable]:
+    def __iter__(self) -> Iterator[Engine]:
         with self.lock:
             made = [entry.executable for entry in self._entries.values()]
             return iter(made or [self._open] if self._open is not None else made)
 
-    def calls(self) -> list[tuple[tuple[int, ...], int, Executable]]:
+    def calls(self) -> list[tuple[tuple[int, ...], int, Engine]]:
         """The sizes that have executables: values of the program's symbols, how many calls had them, and those."""
         with self.lock:
             return [(sizes, entry.calls, entry.executable) for sizes, entry in self._entries.items()]
@@ -146,17 +145,17 @@ class BySize(ForkSafeLock):
         with self.lock:
             return [(sizes, calls) for sizes, calls in self._counts.most_common() if sizes not in self._entries]
 
-    def open_at(self, sizes: tuple[int, ...]) -> Executable:
+    def open_at(self, sizes: tuple[int, ...]) -> Engine:
         """What runs a size that has no executable, to be looked at."""
         with self.lock:
-            return Executable(OpenEngine(self._lowered, sizes), [*self.notes, NO_PLAN])
+            return OpenEngine(self._lowered, sizes, [*self.notes, NO_PLAN])
 
     def release(self) -> None:
         """Give back the memory that is held between calls."""
         for executable in self:
             executable.release()
 
-    def _find(self, sizes: tuple[int, ...]) -> Executable:
+    def _find(self, sizes: tuple[int, ...]) -> Engine:
         entry = self._entries.get(sizes)
         if entry is not None:
             self._entries.move_to_end(sizes)
@@ -171,17 +170,17 @@ class BySize(ForkSafeLock):
         self._counts[sizes] += 1
         return self._open_engine(sizes)
 
-    def _open_engine(self, sizes: tuple[int, ...]) -> Executable:
+    def _open_engine(self, sizes: tuple[int, ...]) -> Engine:
         with self.lock:
             if self._open is None:
-                self._open = Executable(OpenEngine(self._lowered, sizes), [*self.notes])
+                self._open = OpenEngine(self._lowered, sizes, self.notes)
         ran = self._thread.__dict__.setdefault("ran", set())
         if len(ran) > MOST_COUNTED:
             ran.clear()
         ran.add(sizes)
         return self._open
 
-    def _make(self, sizes: tuple[int, ...]) -> Executable:
+    def _make(self, sizes: tuple[int, ...]) -> Engine:
         like = self._first if self._first is not None and self._first.is_settled else None
         key = frozenset(zip(self._lowered.program.symbols, sizes, strict=True))
         is_warm = like is not None and sizes in self._thread.__dict__.get("ran", ())

@@ -9,13 +9,14 @@ import torch
 from millstream.device import guard
 from millstream.engine.arena import Arena, bind_arena
 from millstream.engine.checked import wanted_check
+from millstream.engine.engine import Engine
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Plan
 from millstream.lower import Lowered
 from millstream.schedule import assign_offsets
 
 
-class SerialEngine:
+class SerialEngine(Engine):
     """Runs a one-stream plan by calling its kernels in order.
 
     On the CPU, temporaries live in one arena laid out once, so that a call allocates nothing but its outputs. On a GPU
@@ -31,14 +32,18 @@ class SerialEngine:
     name = "serial"
 
     def __init__(self, lowered: Lowered, plan: Plan, arena: Arena | None = None) -> None:
-        self.lowered, self.plan = lowered, plan
+        super().__init__(lowered, plan)
         self.arena = arena or Arena()  # it serves one call at a time
-        self.shares_memory = arena is not None
+        self._shares_memory = arena is not None
         self._place = next((name for name in sorted(lowered.program.devices) if name != "cpu"), "cpu")
         self._check = wanted_check(lowered.program)
         self._run: Run | None = (
             None  # made by the first call: engines are built while PyTorch compiles, among fake tensors
         )
+
+    @property
+    def shares_memory(self) -> bool:
+        return self._shares_memory
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._check is not None:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from millstream.device import DeviceContext, guard
+from millstream.engine.engine import Engine
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Plan
 from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered
 
 
-class StreamsEngine(ForkSafeLock):
+class StreamsEngine(Engine):
     """Runs a plan by issuing its kernels on the streams of one place.
 
     Memory comes from PyTorch's allocator, each buffer under the stream of its first writer. A block that is free again
@@ -32,13 +33,13 @@ class StreamsEngine(ForkSafeLock):
     name = "streams"
 
     def __init__(self, lowered: Lowered, plan: Plan, context: DeviceContext) -> None:
-        super().__init__()  # the events serve one call at a time
-        self.lowered, self.plan = lowered, plan
+        super().__init__(lowered, plan)
+        self._guard = ForkSafeLock()  # the events serve one call at a time
         self._context = context
         self._run: Run | None = None  # made by the first call: engines are built while PyTorch compiles
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        with self.lock, guard(self._context.place):
+        with self._guard.lock, guard(self._context.place):
             if self._run is None:
                 self._run = compile_plan(self.lowered.program, self.plan, context=self._context)
             here = self._context.current_stream()
@@ -47,9 +48,6 @@ class StreamsEngine(ForkSafeLock):
                 self._order_behind(here)
                 self._hand_over(outputs, here)
             return outputs
-
-    def release(self) -> None:
-        """Hold nothing: there is no memory between calls."""
 
     def _order_behind(self, here: Any) -> None:
         """Let whatever takes memory from the streams' pools next come after this call."""

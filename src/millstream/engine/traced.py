@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from millstream.engine.arena import bind_arena
-from millstream.engine.build import Executable
-from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.engine import Engine
 from millstream.engine.source import compile_plan
 from millstream.engine.unchanged import may_count, unchanged
 from millstream.errors import ArgumentError
@@ -31,9 +30,9 @@ WARM_UPS, RUNS = 2, 7
 """Of the runs, the one of median length is shown."""
 
 
-def why_not_trace(executable: Executable) -> str:
+def why_not_trace(engine: Engine) -> str:
     """Say in a few words why a program cannot be run again by itself; empty when it can."""
-    program = executable.lowered.program
+    program = engine.lowered.program
     if program.numbers:
         return "its sizes are left open"
     for kernel in program.graph.kernels:
@@ -41,16 +40,13 @@ def why_not_trace(executable: Executable) -> str:
             return f"{kernel.label} needs other processes"
         if kernel.kind is KernelKind.CONTROL:
             return f"{kernel.label} runs on the host"
-    engine = executable.engine
     if program.devices == {"cpu"}:
         unknown = [name for name in program.inputs if name is not None and program.layout(name) is None]
         return f"how its input {unknown[0]} lies in memory is not known" if unknown else ""
-    if not isinstance(engine, CudaGraphEngine):
-        return f"the engine {engine.name} is not traced on a device"
     return engine.why_not_replay()
 
 
-def trace_run(executable: Executable) -> Timeline:
+def trace_run(engine: Engine) -> Timeline:
     """Run a program a few times and return the run of median length.
 
     On a CPU kernels run one after another, whatever the plan, and each is timed by the host's clock. A CUDA graph is
@@ -59,12 +55,12 @@ def trace_run(executable: Executable) -> Timeline:
     Raises:
         ArgumentError: It cannot be run by itself: ``why_not_trace`` says why; or the device's profiler saw nothing.
     """
-    obstacle = why_not_trace(executable)
+    obstacle = why_not_trace(engine)
     if obstacle:
-        raise ArgumentError(f"{executable.plan.graph.name} cannot be measured: {obstacle}")
-    if executable.lowered.program.devices == {"cpu"}:
-        return trace_host(executable.lowered.program)
-    return _trace_graph(executable)
+        raise ArgumentError(f"{engine.plan.graph.name} cannot be measured: {obstacle}")
+    if engine.lowered.program.devices == {"cpu"}:
+        return trace_host(engine.lowered.program)
+    return _trace_graph(engine)
 
 
 def trace_host(program: Program) -> Timeline:
@@ -113,11 +109,9 @@ def make_inputs(program: Program) -> list[Any]:
     return inputs
 
 
-def _trace_graph(executable: Executable) -> Timeline:
-    engine = executable.engine
-    assert isinstance(engine, CudaGraphEngine), "why_not_trace has seen to it"
+def _trace_graph(engine: Engine) -> Timeline:
     with engine.replays_unchanged() as replay:
-        return trace_replays(executable.plan, replay)
+        return trace_replays(engine.plan, replay)
 
 
 def trace_replays(plan: Plan, replay: Callable[[], None]) -> Timeline:

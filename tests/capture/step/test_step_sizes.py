@@ -308,4 +308,4 @@ def test_engines_give_the_same_bits_at_each_size_and_keep_few_ready(monkeypatch)
         assert torch.equal(parameter, others.get_parameter(name))
     kept = executables(made[2][1])
     assert len(kept) == 3
-    assert {each.engine.name for each in kept} == {"threads"}
+    assert {each.name for each in kept} == {"threads"}

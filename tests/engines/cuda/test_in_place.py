@@ -35,6 +35,7 @@ from millstream.errors import CaptureError, DeviceError, PlanError
 from millstream.lower import Phase
 from millstream.schedule import plan_serial
 from tests import networks
+from tests.engines.become import become
 
 MIB = 1 << 20
 
@@ -201,16 +202,15 @@ def on_graphs(compiled):
     """Let the one program of a compiled function run as on a GPU; return its engine."""
     (executable,) = executables(compiled)
     lowered = executable.lowered
-    executable.engine = cuda_graph.CudaGraphEngine(
+    on_graphs = cuda_graph.CudaGraphEngine(
         lowered,
         plan_serial(lowered.program.graph),
         copy_outputs=True,
         family=Family(),
         scheduling=Scheduling(1),
-        on_failure=pytest.fail,
-        on_drawback=executable.notes.append,
+        warn=pytest.fail,
     )
-    return executable.engine
+    return become(executable, on_graphs)
 
 
 class BufferPool:
@@ -273,7 +273,7 @@ def test_where_the_driver_refuses_a_captured_copy_there_is_a_graph_all_the_same(
         device.driver.refuses = {refuses}
         for i in range(4):
             assert torch.equal(compiled(torch.full((3,), float(i))), torch.full((3,), 2.0 * i))
-    assert engine.captured
+    assert engine.is_captured
     assert engine._captured._graph_io is None
 
 
@@ -284,11 +284,11 @@ def test_within_a_capture_of_the_callers_no_graph_is_launched(device, monkeypatc
         engine = on_graphs(compiled)
         for is_within in (True, False, False, True, False):
             monkeypatch.setattr(DeviceContext, "is_capturing", lambda _, is_within=is_within: is_within)
-            before = engine._captured.graph.num_replays if engine.captured else 0
+            before = engine._captured.graph.num_replays if engine.is_captured else 0
             assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
-            after = engine._captured.graph.num_replays if engine.captured else 0
-            assert (after > before) == (not is_within and engine.captured)
-        assert engine.captured
+            after = engine._captured.graph.num_replays if engine.is_captured else 0
+            assert (after > before) == (not is_within and engine.is_captured)
+        assert engine.is_captured
 
 
 def test_a_thread_captures_only_what_it_has_run(device):
@@ -299,7 +299,7 @@ def test_a_thread_captures_only_what_it_has_run(device):
     def call():
         with torch.no_grad():
             assert torch.equal(compiled(x), 2 * x)
-        return engine.captured, engine.num_in_place
+        return engine.is_captured, engine.num_in_place
 
     with torch.no_grad():
         compiled(torch.ones(1000))
@@ -358,7 +358,7 @@ def test_memory_that_goes_back_to_the_device_is_in_no_shared_pool(device):
             assert torch.equal(engine.run_uncaptured([x])[0], 2 * x)
             engine.release()
             assert torch.equal(engine.run_uncaptured([x])[0], 2 * x)
-            assert not engine.captured
+            assert not engine.is_captured
             assert len(device.pools) == num_captures
     shared, *_, own = device.pools
     assert shared is not None
@@ -459,7 +459,7 @@ def test_a_capture_that_fails_leaves_the_copies(device):
             networks.assert_close(compiled(x), model(x))
             if turn == 1:  # captured by now
                 device.error = torch.OutOfMemoryError("no memory")
-    assert (engine.captured, engine.num_in_place) == (True, 0)
+    assert (engine.is_captured, engine.num_in_place) == (True, 0)
     assert len(device.pools) == 2  # not tried again
     (program,) = ms.explain(compiled).to_dict()["programs"]
     assert program["notes"][:1] == ["inputs are copied; reading them in place failed: no memory"]
@@ -483,7 +483,7 @@ def test_kernels_that_cannot_be_measured_are_told_of_before_the_next_call(device
     with torch.no_grad():
         compiled(torch.ones(3))
         engine = on_graphs(compiled)
-        engine._planner, engine._settled, engine._on_failure = Planner(), False, refuse
+        engine._planner, engine._settled, engine._warn = Planner(), False, refuse
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
         assert not told
         reason = f"runs on one stream, since its kernels could not be measured: {str(error).splitlines()[0]}"
@@ -495,7 +495,7 @@ def test_kernels_that_cannot_be_measured_are_told_of_before_the_next_call(device
                 compiled(torch.ones(3))
             assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
     assert len(told) == (not isinstance(error, torch.OutOfMemoryError))
-    assert engine.captured
+    assert engine.is_captured
     assert engine.plan.num_streams == 1
 
 
@@ -504,7 +504,7 @@ def test_a_plan_that_cannot_be_captured_is_told_of_where_one_stream_can(device, 
     with torch.no_grad():
         compiled(torch.ones(3))
         engine = on_graphs(compiled)
-        capture, engine.plan, engine._on_failure = engine._try, replace(engine.plan), told.append
+        capture, engine.plan, engine._warn = engine._try, replace(engine.plan), told.append
 
         def try_one_stream(plan, *arguments):
             if plan is not engine._serial.plan:
@@ -516,7 +516,7 @@ def test_a_plan_that_cannot_be_captured_is_told_of_where_one_stream_can(device, 
             assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
     (reason,) = told
     assert "runs on one stream, since its plan could not be captured: streams do not join" in reason
-    assert engine.captured
+    assert engine.is_captured
 
 
 def on_graphs_both_ways(compiled, copy_outputs=True):
@@ -524,15 +524,15 @@ def on_graphs_both_ways(compiled, copy_outputs=True):
     family, engines = Family(), {}
     for executable in executables(compiled):
         lowered = executable.lowered
-        executable.engine = engines[lowered.phase] = cuda_graph.CudaGraphEngine(
+        on_graphs = cuda_graph.CudaGraphEngine(
             lowered,
             plan_serial(lowered.program.graph),
             copy_outputs=copy_outputs,
             family=family,
             scheduling=Scheduling(1),
-            on_failure=pytest.fail,
-            on_drawback=executable.notes.append,
+            warn=pytest.fail,
         )
+        engines[lowered.phase] = become(executable, on_graphs)
     return engines
 
 
@@ -565,7 +565,7 @@ def test_what_waits_for_its_backward_pass_is_not_overwritten(device, monkeypatch
     engines = on_graphs_both_ways(compiled, copy_outputs)
     for _ in range(3):
         gradients(model, compiled, inputs[:1])
-    assert all(engine.captured for engine in engines.values())
+    assert all(engine.is_captured for engine in engines.values())
     for _ in range(2):
         networks.assert_close(gradients(model, compiled, inputs), gradients(model, model, inputs))
 
@@ -635,7 +635,7 @@ def test_a_step_without_memory_for_its_results_changes_nothing(device, monkeypat
     engine = on_graphs(step)
     for _ in range(2):
         step(x)
-    assert engine.captured
+    assert engine.is_captured
     before = [parameter.clone() for parameter in model.parameters()]
 
     def refuse(self, inputs):
@@ -660,7 +660,7 @@ def test_slots_are_kept_for_every_stream_that_replays(device, monkeypatch):
         engine = on_graphs(compiled)
         for _ in range(3):
             compiled(*inputs)
-        assert engine.captured
+        assert engine.is_captured
         assert kept == []
         for handle in (5, 6, 5, None, 6):
             stream = types.SimpleNamespace(cuda_stream=handle)
@@ -698,7 +698,7 @@ def test_plans_are_tried_again_behind_an_interrupt_but_not_behind_an_error(devic
         for _ in range(3):
             assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
     assert planner.num_asked == 3
-    assert engine.captured
+    assert engine.is_captured
 
 
 def test_a_plan_that_would_race_is_told_of_once(device):
@@ -719,14 +719,14 @@ def test_a_plan_that_would_race_is_told_of_once(device):
     with torch.no_grad():
         compiled(torch.ones(3))
         engine = on_graphs(compiled)
-        engine._planner, engine._settled, engine._on_failure = Planner(), False, refuse
+        engine._planner, engine._settled, engine._warn = Planner(), False, refuse
         compiled(torch.ones(3))
         with pytest.raises(CaptureError, match="runs on one stream: a race"):
             compiled(torch.ones(3))
         for _ in range(3):
             assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
     assert len(told) == 1
-    assert engine.captured
+    assert engine.is_captured
 
 
 def test_what_can_be_neither_measured_nor_captured_is_told_of_once(device):
@@ -740,13 +740,13 @@ def test_what_can_be_neither_measured_nor_captured_is_told_of_once(device):
     with torch.no_grad():
         compiled(torch.ones(3))
         engine = on_graphs(compiled)
-        engine._planner, engine._settled, engine._on_failure = Planner(), False, told.append
+        engine._planner, engine._settled, engine._warn = Planner(), False, told.append
         device.error = RuntimeError("an answer is awaited")
         for _ in range(3):
             assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
     (reason,) = told
     assert "refused to capture" in reason
-    assert not engine.captured
+    assert not engine.is_captured
 
 
 def test_a_device_that_a_capture_leaves_unusable_is_named_with_the_reason(device, monkeypatch):

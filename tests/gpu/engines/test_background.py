@@ -41,14 +41,14 @@ def test_training_goes_on_with_the_same_bits_while_plans_are_tried(monkeypatch):
     def is_tuned(losses):  # how long that takes is up to the host
         if len(losses) < 300:
             return False
-        engine = executables(tuned)[0].engine
-        return len(losses) >= 20_000 or (engine._settled and engine.captured)
+        engine = executables(tuned)[0]
+        return len(losses) >= 20_000 or (engine._settled and engine.is_captured)
 
     tuned_losses = losses_of(tuned, is_tuned)
     losses = tuned_losses, losses_of(plain, lambda losses: len(losses) == len(tuned_losses))
     (executable,) = executables(tuned)
-    assert executable.engine._settled
-    assert executable.engine.captured
+    assert executable._settled
+    assert executable.is_captured
     assert executable.candidates
     assert all(map(torch.equal, *losses))
     assert all(map(torch.equal, first.parameters(), second.parameters()))

@@ -16,9 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact")]
 
 
 def engines_of(compiled):
-    return [
-        (executable.engine.name, getattr(executable.engine, "captured", None)) for executable in executables(compiled)
-    ]
+    return [(executable.name, executable.is_captured) for executable in executables(compiled)]
 
 
 @pytest.mark.parametrize("kind", networks.ALL)

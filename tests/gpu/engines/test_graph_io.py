@@ -23,7 +23,7 @@ def batches(seed=0):
 
 def graph_io_of(compiled):
     (executable,) = executables(compiled)
-    return executable.engine._captured._graph_io
+    return executable._captured._graph_io
 
 
 def make_step(model, optimizer):

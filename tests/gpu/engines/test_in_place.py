@@ -164,7 +164,7 @@ def test_mutated_inputs_are_never_read_in_place():
             networks.assert_close(y, other)
     (executable,) = executables(compiled)
     assert executable.num_in_place == 2
-    assert len(executable.engine._replayer._in_place.positions) == 1
+    assert len(executable._replayer._in_place.positions) == 1
 
 
 def test_results_that_are_fed_back_from_the_memory_of_the_graph():
@@ -246,7 +246,7 @@ def test_a_copy_that_takes_much_of_a_call_is_avoided(monkeypatch):
             networks.assert_close(result, x.sum(1), 1e-3)
     (executable,) = executables(compiled)
     assert executable.num_in_place == 2
-    assert executable.engine._replayer._comparison is None  # settled
+    assert executable._replayer._comparison is None  # settled
 
 
 def test_a_copy_that_is_nothing_beside_the_rest_stays(monkeypatch):
@@ -260,5 +260,5 @@ def test_a_copy_that_is_nothing_beside_the_rest_stays(monkeypatch):
             torch.cuda.synchronize()
             assert result.item() == 1 << 18
     (executable,) = executables(compiled)
-    assert executable.engine._replayer is not None
-    assert executable.engine._replayer._in_place is None  # settled: calls copy
+    assert executable._replayer is not None
+    assert executable._replayer._in_place is None  # settled: calls copy

@@ -133,9 +133,9 @@ def test_a_size_that_comes_again_is_captured_at_once():
         for rows in (64, 64, 64, 64, 48, 48, 32, 32):
             x = torch.randn(rows, 256, device="cuda")
             networks.assert_close(compiled(x), model(x), 1e-3)
-    engines = [one.engine for one in sizes_of(compiled)]
+    engines = [*sizes_of(compiled)]
     assert [engine.name for engine in engines] == ["graph"] * 3
-    assert all(engine.captured for engine in engines)
+    assert all(engine.is_captured for engine in engines)
 
 
 @pytest.mark.parametrize("rising", [False, True])

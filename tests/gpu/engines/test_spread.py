@@ -82,7 +82,7 @@ def test_kernels_that_are_generated_are_known_by_their_names(spread):
     for _ in range(3):
         expected = compiled(image)
     (executable,) = executables(compiled)
-    captured = executable.engine.capture_beside(replace(executable.plan, spread=spread))
+    captured = executable.capture_beside(replace(executable.plan, spread=spread))
     asked: dict[str, int] = {}
     for _, params, function in read_kernels(load_driver(), captured.graph):
         asked[code_name(load_driver(), function)] = params.shared_bytes

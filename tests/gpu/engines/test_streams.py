@@ -79,7 +79,7 @@ def assert_engines_agree(lowered, inputs, steps):
     most = 1
     for engine, streams in [("streams", n) for n in COUNTS] + [("graph", n) for n in COUNTS]:
         (others, other_state), executable = run(lowered, inputs, engine, streams, steps)
-        assert (executable.engine.name, executable.notes) == (engine, [])
+        assert (executable.name, executable.notes) == (engine, [])
         assert executable.num_streams <= streams
         most = max(most, executable.num_streams)
         leaves = [torch.utils._pytree.tree_leaves(tree) for tree in ((results, state), (others, other_state))]
@@ -87,7 +87,7 @@ def assert_engines_agree(lowered, inputs, steps):
             same = torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
             assert same, f"{engine} on {streams} streams differs"
         if engine == "graph":
-            assert executable.engine.captured
+            assert executable.is_captured
     return most
 
 
@@ -152,7 +152,7 @@ def test_a_thousand_replays_are_identical(kind, streams):
     x = torch.randn(16, 256, device="cuda") if kind is Towers else networks.example(kind, "cuda")[0]
     compiled = ms.compile(model, streams=streams, memory=100.0, strict=True)
     first, executable = called(compiled, x)
-    assert executable.engine.captured
+    assert executable.is_captured
     assert executable.num_streams > 1 or kind is not Towers  # a small Inception may be quickest on one
     with torch.no_grad():
         different = sum(compiled(x).ne(first).sum() for _ in range(1000))
@@ -172,7 +172,7 @@ def test_a_model_on_another_device_than_the_current_one(engine, streams):
     y, executable = called(ms.compile(model, engine=engine, streams=streams, strict=True), x)
     networks.assert_close(y, expected, 1e-4)
     assert y.device == x.device
-    assert executable.engine.name == engine
+    assert executable.name == engine
     assert torch.cuda.current_device() == 0
 
 
@@ -212,7 +212,7 @@ FRESH = """
     results = [threads[number % NUM_THREADS].submit(call).result() for number in range(NUM_THREADS + 2)]
     (executable,) = executables(compiled)
     assert executable.notes == [], executable.notes
-    assert executable.engine.captured
+    assert executable.is_captured
     assert executable.candidates
     assert all(torch.equal(each, results[0]) for each in results)
 """
@@ -252,7 +252,7 @@ def test_the_fastest_of_one_chain_is_one_stream():
     model, x, _ = towers(num_towers=1)
     _, executable = called(ms.compile(model, strict=True), x)
     assert executable.num_streams == 1
-    assert executable.engine.captured
+    assert executable.is_captured
 
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
@@ -320,7 +320,7 @@ def test_trials_leave_everything_as_it_was(monkeypatch):
     assert measured
     assert all(state["step"] == 5 for state in optimizer.state.values())
     (executable,) = executables(step)
-    assert executable.engine.captured
+    assert executable.is_captured
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def test_out_of_memory_during_trials_never_reaches_the_user(monkeypatch, number)
     y, executable = called(ms.compile(model, strict=True), x, times=5)
     networks.assert_close(y, expected, 1e-4)
     assert failing.calls > number
-    assert executable.engine.captured
+    assert executable.is_captured
     # Without a single candidate nothing else would say why there is one stream.
     assert executable.notes == (["not every plan could be tried: pretended"] if number == 1 else [])
     if number < 3:
@@ -468,5 +468,5 @@ def test_a_capture_on_streams_that_fails_in_a_trial_costs_only_the_trial(monkeyp
     model, x, expected = towers()
     y, executable = called(ms.compile(model, strict=True), x)
     networks.assert_close(y, expected, 1e-4)
-    assert executable.engine.captured
+    assert executable.is_captured
     assert executable.num_streams == 1

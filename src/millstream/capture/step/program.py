@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +29,15 @@ def most_cuts() -> int:
     return int(asked)
 
 
+class Joined(Runnable, Protocol):
+    """What runs the segments of a step between which processes exchange something."""
+
+    @property
+    def executables(self) -> list[Any]: ...
+
+    def tell_hyperparameters(self, told: list[str]) -> None: ...
+
+
 class StepProgram:
     """A captured step, lowered: runs it on the flat list of state and inputs, and returns the flat results.
 
@@ -47,10 +56,11 @@ class StepProgram:
         name: str,
         build: Callable[..., Runnable],
         options: dict[str, Any] | None,
-        join: Callable[[Segments, Sequence[Any], int], Runnable],
+        join: Callable[[Segments, Sequence[Any], int], Joined],
     ) -> None:
         self._seen: tuple[list[Any], list[Any]] | None = None
         self._runner: Runnable | None = None
+        self._joined: Joined | None = None  # the same, where it is in segments
         self._hyperparameters: list[str] = []
         self._direct: Runner | None = None
         self._keep: Callable[[list[Any]], None] | None = None
@@ -62,7 +72,7 @@ class StepProgram:
 
         def finish_segments(segments: Segments, programs: Sequence[Lowered | LoweredForSizes | None]) -> Runner:
             executables = [None if lowered is None else build(lowered) for lowered in programs]
-            self._runner = join(segments, executables, len(inputs) - len(static))
+            self._runner = self._joined = join(segments, executables, len(inputs) - len(static))
             self.tell_hyperparameters(self._hyperparameters)
             return self._watch
 
@@ -89,7 +99,9 @@ class StepProgram:
     @property
     def executables(self) -> list[Runnable]:
         """What runs it: one, or one a segment where gradients are reduced between processes."""
-        return getattr(self._runner, "executables", [] if self._runner is None else [self._runner])
+        if self._joined is not None:
+            return self._joined.executables
+        return [] if self._runner is None else [self._runner]
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._direct is not None:
@@ -109,9 +121,8 @@ class StepProgram:
     def tell_hyperparameters(self, told: list[str]) -> None:
         """Numbers of optimizers, by name, as the calls from now on have them."""
         self._hyperparameters = told
-        tell = getattr(self._runner, "tell_hyperparameters", None)
-        if tell is not None:
-            tell(told)
+        if self._joined is not None:
+            self._joined.tell_hyperparameters(told)
 
     def release(self) -> None:
         """Give back the memory held between calls."""

@@ -19,6 +19,7 @@ from millstream.cost import Costs
 from millstream.engine.arena import Arena, bind_arena
 from millstream.engine.cpu.threads_native import Runner, compile_threads
 from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
+from millstream.engine.engine import Engine
 from millstream.engine.planning.choice import Scheduling
 from millstream.engine.planning.cpu_choice import MEASURED_CALLS, CpuPlanner
 from millstream.engine.serial import SerialEngine
@@ -30,7 +31,7 @@ from millstream.schedule import assign_offsets
 MOST_WORKERS = 8  # threads on which dispatching kernels, which only one can do at a time, is not yet all they do
 
 
-class ThreadsEngine:
+class ThreadsEngine(Engine):
     """Runs a plan on threads of this process.
 
     A call that comes while another one has the workers runs serially on its own thread, to the same result.
@@ -50,7 +51,7 @@ class ThreadsEngine:
     def __init__(
         self, lowered: Lowered, plan: Plan, scheduling: Scheduling, *, asked: bool, arena: Arena | None = None
     ) -> None:
-        self.lowered, self.plan = lowered, plan
+        super().__init__(lowered, plan)
         self.name = "threads" if asked else "serial"
         most = torch.get_num_threads()  # when compiling, as Inductor takes it for its kernels
         self._num_streams = scheduling.streams or max(min(most, MOST_WORKERS), 2)
@@ -66,22 +67,18 @@ class ThreadsEngine:
 
     @property
     def is_settled(self) -> bool:
-        """Whether its plan is chosen."""
         return self._settled
 
     @property
     def shares_memory(self) -> bool:
-        """Whether it holds no memory for itself."""
         return self._settled and self.plan.num_streams == 1 and self._serial.shares_memory
 
     @property
     def costs(self) -> Costs | None:
-        """What its kernels were measured to cost; ``None`` before."""
         return self._planner.costs
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The plans among which its own was chosen; empty before."""
         return self._planner.candidates
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
@@ -104,7 +101,6 @@ class ThreadsEngine:
             workers.busy.release()
 
     def release(self) -> None:
-        """Give the arena back; the next call takes it again."""
         self._run = None
         self._serial.release()
 

@@ -47,6 +47,7 @@ from millstream.engine.arena import Arena
 from millstream.engine.cuda import graph_io
 from millstream.engine.cuda.captured import Captured, Family
 from millstream.engine.cuda.replayer import Replayer, bytes_in_place
+from millstream.engine.engine import Engine
 from millstream.engine.planning.background import Background
 from millstream.engine.planning.choice import CandidatePlan, Scheduling
 from millstream.engine.planning.planner import Planner
@@ -65,7 +66,7 @@ MAX_CAPTURES = 4
 ROOM = 4
 
 
-class CudaGraphEngine:
+class CudaGraphEngine(Engine):
     """Runs a plan as one CUDA graph.
 
     Args:
@@ -77,14 +78,12 @@ class CudaGraphEngine:
         chosen: The plan that is to run, where that is known already.
         arena: Memory that it has in turn with others, as far as nothing in it outlives a call.
         is_warm: Whether this thread has run the program's kernels on tensors of these sizes.
-        on_failure: Told why it is not what was asked for: nothing can be captured, and the serial engine continues, or
-            one stream does. It may raise; nothing of a call has run then.
-        on_drawback: Called with what is not as good as it might be.
+        warn: Told why it is not what was asked for: nothing can be captured, and the serial engine continues, or one
+            stream does. It may raise; nothing of a call has run then.
 
     Attributes:
         plan: What runs: the one-stream plan until another one has been chosen.
-        gives_memory_back: Whether what ``release`` gives back goes to the device. The pool that all graphs of a place
-            share keeps it for the next of them.
+        gives_memory_back: The pool that all graphs of a place share keeps memory for the next of them.
     """
 
     name = "graph"
@@ -100,16 +99,15 @@ class CudaGraphEngine:
         chosen: Plan | None = None,
         arena: Arena | None = None,
         is_warm: bool = False,
-        on_failure: Callable[[str], None],
-        on_drawback: Callable[[str], None] = lambda reason: None,
+        warn: Callable[[str], None],
     ) -> None:
-        self.lowered, self.plan = lowered, chosen or plan
+        super().__init__(lowered, chosen or plan)
         self._serial = SerialEngine(lowered, plan)
         self._switches = present()
         self._context: DeviceContext = context(next(iter(lowered.program.devices)))
         self._index = self._context.place.index
         self._copied = lowered.visible if copy_outputs else frozenset[int]()
-        self._family, self._on_failure, self._on_drawback = family, on_failure, on_drawback
+        self._family, self._warn = family, warn
         self._settled = scheduling.serial or chosen is not None
         self._planner = None if self._settled else Planner(lowered, plan, self._context, scheduling)
         self._arena = arena if len(self._copied) == len(lowered.program.outputs) else None
@@ -125,41 +123,33 @@ class CudaGraphEngine:
         self._captured: Captured | None = None
         self._replayer: Replayer | None = None  # of the present capture, where inputs may be read in place
         self._may_read_in_place = True
-        self.gives_memory_back = False
 
     @property
     def is_settled(self) -> bool:
-        """Whether its plan is chosen, for the time being."""
         return self._settled or self._tunes_later
 
     @property
     def shares_memory(self) -> bool:
-        """Whether it holds no memory for itself."""
         return self._arena is not None
 
     @property
     def object_bytes(self) -> int:
-        """About what its CUDA graph takes of the device beside tensors."""
         return 0 if self._captured is None else self._captured.object_bytes
 
     @property
-    def captured(self) -> bool:
-        """Whether calls are replays by now."""
+    def is_captured(self) -> bool:
         return self._captured is not None
 
     @property
     def num_in_place(self) -> int:
-        """How many further graphs read inputs where callers have them."""
         return self._replayer.num_graphs if self._replayer else 0
 
     @property
     def costs(self) -> Costs | None:
-        """What its kernels cost; ``None`` where that was not asked."""
         return self._planner.costs if self._planner else None
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The plans among which its own was chosen."""
         return self._planner.candidates if self._planner else ()
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
@@ -188,17 +178,14 @@ class CudaGraphEngine:
             return self._run_serially(inputs)
 
     def run_uncaptured(self, inputs: list[Any]) -> list[Any]:
-        """Run a call on the serial engine, whether or not there is a graph."""
         with self._lock:
             return self._run_serially(inputs, may_measure=False)
 
     def replay(self) -> None:
-        """Replay the graph on the inputs of the latest call, without copies in or out: for measurements."""
         with self._lock:
             self._latest().replay()
 
     def why_not_replay(self) -> str:
-        """Say in a few words why the graph cannot be replayed beside calls; empty when it can."""
         if self._captured is None:
             return "nothing is captured yet: call it once more"
         if not self._captured.is_latest:
@@ -207,7 +194,6 @@ class CudaGraphEngine:
 
     @contextmanager
     def replays_unchanged(self) -> Iterator[Callable[[], None]]:
-        """Give a function that replays the graph on what it holds; put back what it wrote: for measurements."""
         with self._lock, guard(self._context.place):
             captured = self._latest()
             self._context.graphs.enter()
@@ -289,16 +275,16 @@ class CudaGraphEngine:
                     self._lesser = "runs on one stream, since its plan could not be captured", error
                     return self._capture(inputs)
                 self._refused = True
-                self._on_failure(f"CUDA refused to capture {self.lowered.program.graph.name}: {error}")
+                self._tell(f"CUDA refused to capture {self.lowered.program.graph.name}: {error}")
             if self._captured is not None and self.lowered.phase is Phase.FORWARD:
                 self._family.addresses, self._family.saved = self._captured.addresses, self._captured.saved
             if self._captured is not None and self._may_read_in_place:
                 self._replayer = self._make_replayer(self._captured, inputs)
             if self._captured is not None and self._lesser is not None:
                 lesser, self._lesser = self._lesser, None
-                self._tell(*lesser)
+                self._tell_lesser(*lesser)
             if self._captured is not None and self._captures == MAX_CAPTURES + 1:
-                self._on_drawback(f"parameters were elsewhere {MAX_CAPTURES} times, so every call copies them")
+                self.notes.append(f"parameters were elsewhere {MAX_CAPTURES} times, so every call copies them")
         return self._captured
 
     def _make_replayer(self, captured: Captured, inputs: Sequence[Any]) -> Replayer | None:
@@ -308,11 +294,15 @@ class CudaGraphEngine:
     def _stop_reading_in_place(self, error: Exception) -> None:
         self._may_read_in_place = False
         self._repair(error)
-        self._on_drawback(f"inputs are copied; reading them in place failed: {error}")
+        self.notes.append(f"inputs are copied; reading them in place failed: {error}")
 
-    def _tell(self, what: str, error: Exception) -> None:
+    def _tell(self, reason: str) -> None:
+        self.notes.append(reason)
+        self._warn(reason)
+
+    def _tell_lesser(self, what: str, error: Exception) -> None:
         """Tell of an error that left it less quick; want of memory is no reason to warn."""
-        tell = self._on_drawback if isinstance(error, torch.OutOfMemoryError) else self._on_failure
+        tell = self.notes.append if isinstance(error, torch.OutOfMemoryError) else self._tell
         tell(f"{self.lowered.program.graph.name} {what}: {first_line(error)}")
 
     @property
@@ -355,13 +345,13 @@ class CudaGraphEngine:
             self._settled = True  # in front of what telling may raise
             if not isinstance(error, PlanError):  # a bug, found before anything ran
                 raise
-            self._tell("runs on one stream", error)
+            self._tell_lesser("runs on one stream", error)
         self._settled = True  # but not after Ctrl-C
         if trials.error is not None:
             self._repair(trials.error)
             # Candidates, where there are any, say which of them were too large.
             if not (self.candidates and isinstance(trials.error, torch.OutOfMemoryError)):
-                self._on_drawback(f"not every plan could be tried: {first_line(trials.error)}")
+                self.notes.append(f"not every plan could be tried: {first_line(trials.error)}")
         if trials.ran:
             del trials
             torch.cuda.empty_cache()
@@ -380,7 +370,7 @@ class CudaGraphEngine:
                 self._tuning.advance()
             except PlanError as error:  # a bug, found before anything ran
                 self._settled = True
-                self._on_drawback(f"runs on one stream: {first_line(error)}")
+                self.notes.append(f"runs on one stream: {first_line(error)}")
         if self._tuning.is_over:
             self._settled = True
             found, self._tuning = self._tuning.result, None
@@ -397,7 +387,7 @@ class CudaGraphEngine:
             planner.measuring_run(captured.inputs)
         if planner.error is not None:
             self._repair(planner.error)
-            self._on_drawback(f"its kernels could not be measured: {first_line(planner.error)}")
+            self.notes.append(f"its kernels could not be measured: {first_line(planner.error)}")
             return None
         trials = Trials(
             lambda plan: self._try(plan, self._latest().inputs, None), self._serial.plan, self._context, program
@@ -409,7 +399,7 @@ class CudaGraphEngine:
             except StopIteration as done:
                 if trials.error is not None:
                     self._repair(trials.error)
-                    self._on_drawback(f"not every plan could be tried: {first_line(trials.error)}")
+                    self.notes.append(f"not every plan could be tried: {first_line(trials.error)}")
                 return done.value  # type: ignore[no-any-return]
             finally:
                 if trials.ran:

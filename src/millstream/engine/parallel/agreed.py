@@ -24,9 +24,9 @@ from millstream.data_parallel.board import NotTogetherError
 from millstream.data_parallel.communicators import communicators_of
 from millstream.data_parallel.hyperparameters import NOT_KNOWN, Hyperparameters
 from millstream.device import context
-from millstream.engine.build import Executable, with_environment
+from millstream.engine.build import with_environment
 from millstream.engine.by_size import BySize
-from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.engine import Engine
 from millstream.engine.parallel.communicators import choose_communicator
 from millstream.engine.parallel.described import Described, describe
 from millstream.engine.parallel.lockstep import time_steps, together
@@ -104,9 +104,8 @@ class AgreedEngine:
         self._apart = 0  # how many more calls ran in segments than as one graph, since there is one; 0 at least
         if self._agreement is not None:
             for executable in executables:
-                if isinstance(executable, Executable) and isinstance(executable.engine, CudaGraphEngine):
-                    executable.engine.gives_memory_back = True
-        self._told = ""  # why it is one graph
+                if isinstance(executable, Engine):
+                    executable.gives_memory_back = True
         self.tell_hyperparameters([])
 
     def tell_hyperparameters(self, told: list[str]) -> None:
@@ -114,10 +113,10 @@ class AgreedEngine:
         self._hyperparameters = Hyperparameters(told, self.segmented.segments.updates)
 
     @property
-    def executables(self) -> list[Executable | BySize]:
+    def executables(self) -> list[Engine | BySize]:
         """What runs it at present."""
         if self.whole is not None:
-            return [Executable(self.whole, [self._told])]
+            return [self.whole]
         return [executable for executable in self._executables if executable is not None]
 
     def describe(self) -> Described:
@@ -126,7 +125,7 @@ class AgreedEngine:
         Raises:
             LoweringError: Its segments make no single program.
         """
-        if not all(isinstance(each, Executable) for each in self._executables if each is not None):
+        if not all(isinstance(each, Engine) for each in self._executables if each is not None):
             raise LoweringError("Its sizes are left open.")
         if self._lowered is None:
             self._lowered = merge_lowered(self.segmented.segments, self._executables, self.segmented.exchanges)
@@ -219,7 +218,7 @@ class AgreedEngine:
         """What processes ask each other by, if all collectives of the step are asked about."""
         found = {exchange.agreement for exchange in self.segmented.exchanges}
         known = [executable for executable in self._executables if executable is not None]
-        if len(found) != 1 or not known or not all(isinstance(each, Executable) for each in known):
+        if len(found) != 1 or not known or not all(isinstance(each, Engine) for each in known):
             return None
         agreement = found.pop()
         return agreement if isinstance(agreement, Agreement) else None
@@ -254,7 +253,7 @@ class AgreedEngine:
         if not self.segmented.exchanges[0].memory.is_cuda:
             settled = choose_communicator(agreement, self.segmented.exchanges, None)
             self.whole = WholeOnHost(self._lowered)
-            self._told = _joined("collectives are among its kernels", settled.told)
+            self.whole.notes.append(_joined("collectives are among its kernels", settled.told))
             self.segmented.release()
             return
         costs = costs_of(self._lowered, self.segmented.segments, self._executables)
@@ -280,7 +279,8 @@ class AgreedEngine:
         if own_ns > segmented_ns:
             self._stay_apart(told)
             return
-        self.whole, self._told = whole, told
+        self.whole = whole
+        whole.notes.append(told)
         self.segmented.release()
         torch.cuda.empty_cache()
 
@@ -303,7 +303,6 @@ def _joined(*told: str) -> str:
     return "; ".join(filter(None, told))
 
 
-def _is_ready(executable: Executable) -> bool:
+def _is_ready(executable: Engine) -> bool:
     """Whether a segment has been captured, if there is anything to capture."""
-    engine = executable.engine
-    return executable.lowered.program.does_nothing or (isinstance(engine, CudaGraphEngine) and engine.captured)
+    return executable.lowered.program.does_nothing or executable.is_captured

@@ -55,7 +55,7 @@ def describe(segmented: SegmentedEngine, lowered: Lowered, whole: WholeGraph | W
     if isinstance(whole, WholeGraph):
         return Described(whole.plan, whole.costs, True, num_processes, "", False, arrivals)
     plan = plan_beside(graph, eager=True) if whole is None and first.is_beside else plan_serial(graph)
-    is_calculated = all(getattr(each, "costs", None) is None for each in segmented.executables)
+    is_calculated = all(each is None or each.costs is None for each in segmented.executables)
     network = assumed_network(num_processes, on_gpu=first.memory.is_cuda)
     source = "; ".join(network.describe()) if network.between else network.within.describe()
     costs = costs_of(lowered, segmented.segments, segmented.executables)

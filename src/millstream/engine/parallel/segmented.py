@@ -21,7 +21,7 @@ class SegmentedEngine:
 
     Args:
         segments: What is computed and exchanged, and what goes where.
-        executables: One a segment, ``Executable`` or ``BySize``; ``None`` where it has nothing to compute.
+        executables: One a segment, ``Engine`` or ``BySize``; ``None`` where it has nothing to compute.
 
     Attributes:
         segments: As given.

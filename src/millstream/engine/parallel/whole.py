@@ -22,8 +22,8 @@ from millstream.data_parallel.communicators import Communicator, communicators_o
 from millstream.data_parallel.exchange import Exchange
 from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair
-from millstream.engine.build import Executable
 from millstream.engine.cuda.captured import Captured, Family
+from millstream.engine.engine import Engine
 from millstream.engine.parallel.communicators import Settled, choose_communicator
 from millstream.engine.parallel.lockstep import (
     LockstepTrials,
@@ -44,7 +44,7 @@ from millstream.lower.segments import Segments
 from millstream.schedule import plan_serial
 
 
-def merge_lowered(segments: Segments, executables: Sequence[Executable | None], exchanges: Sequence[Any]) -> Lowered:
+def merge_lowered(segments: Segments, executables: Sequence[Engine | None], exchanges: Sequence[Any]) -> Lowered:
     """One program of all segments.
 
     Raises:
@@ -69,7 +69,7 @@ def digest_of(exchanges: Sequence[Any], given: Sequence[Any]) -> int:
     return int.from_bytes(hashlib.sha256(repr((exchanged, shapes)).encode()).digest()[:4], "big")
 
 
-def costs_of(lowered: Lowered, segments: Segments, executables: Sequence[Executable | None]) -> Costs:
+def costs_of(lowered: Lowered, segments: Segments, executables: Sequence[Engine | None]) -> Costs:
     """What each segment was measured to cost, and a calculation for what came in between."""
     calculated = Roofline().estimate(lowered.program.graph)
     kernels: list[KernelCost] = list(calculated.kernels)
@@ -84,7 +84,7 @@ def costs_of(lowered: Lowered, segments: Segments, executables: Sequence[Executa
     return replace(calculated, kernels=tuple(kernels))
 
 
-class WholeOnHost:
+class WholeOnHost(Engine):
     """Runs kernels one after another; collectives are waited for in between.
 
     Args:
@@ -94,8 +94,7 @@ class WholeOnHost:
     name = "serial"
 
     def __init__(self, lowered: Lowered) -> None:
-        self.lowered = lowered
-        self.plan = plan_serial(lowered.program.graph)
+        super().__init__(lowered, plan_serial(lowered.program.graph))
         check_plan(self.plan)
         self._engine = SerialEngine(lowered, self.plan)
 
@@ -103,11 +102,10 @@ class WholeOnHost:
         return self._engine(inputs)
 
     def release(self) -> None:
-        """Give memory back that is held between calls."""
         self._engine.release()
 
 
-class WholeGraph:
+class WholeGraph(Engine):
     """Replays one CUDA graph. It is made, and called, in all processes at once.
 
     Inputs are copied into slots: to read them in place would take a capture for every place, in all processes.
@@ -136,11 +134,12 @@ class WholeGraph:
         watchdog: Watchdog,
         settled: Settled,
     ) -> None:
+        super().__init__(lowered, plan)
         self._watchdog, self.settled = watchdog, settled
-        self.lowered, self.plan, self.costs, self.candidates = lowered, plan, costs, candidates
+        self._costs, self._candidates = costs, candidates
         self._context: DeviceContext = context(next(iter(lowered.program.devices)))
         self._index = self._context.place.index
-        self.captured: Captured | None = Captured(
+        self._captured: Captured | None = Captured(
             lowered,
             plan,
             inputs,
@@ -152,8 +151,20 @@ class WholeGraph:
         )
         release_before_shutdown(self, group_of(lowered))
 
+    @property
+    def costs(self) -> Costs:
+        return self._costs
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return self._candidates
+
+    @property
+    def is_captured(self) -> bool:
+        return self._captured is not None
+
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        captured = self.captured
+        captured = self._captured
         assert captured is not None, "nobody agrees to replay what is released"
         with self._context.graphs.lock:
             stream = current_stream_handle(self._index)
@@ -169,7 +180,7 @@ class WholeGraph:
     @contextmanager
     def replays_unchanged(self) -> Iterator[Callable[[], None]]:
         """Give a function that replays the graph on what it holds; put back what it wrote. In all processes at once."""
-        captured = self.captured
+        captured = self._captured
         assert captured is not None, "nobody agrees to replay what is released"
         with self._context.graphs.lock, guard(self._context.place):
             self._context.graphs.enter()
@@ -184,8 +195,7 @@ class WholeGraph:
         return outputs
 
     def release(self) -> None:
-        """Give the graph's memory back."""
-        self.captured = None
+        self._captured = None
 
 
 def capture_together(
