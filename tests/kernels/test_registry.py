@@ -41,18 +41,21 @@ def test_every_family_is_in_the_reference():
 
 
 class EachOfThem(nn.Module):
-    """Something for each family: two convolutions alike, a depthwise one, a long sum, and two for cuDNN alone."""
+    """Something for each family and pass: convolutions alike, depthwise, odd, with a long sum, and for cuDNN alone."""
 
     def __init__(self):
         super().__init__()
         self.left, self.right = (nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
         self.each = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False)
+        self.odd, self.even = nn.Conv2d(16, 12, 1), nn.Conv2d(12, 16, 1)
         self.wide, self.long = nn.Conv2d(16, 1536, 1), nn.Conv2d(1536, 16, 1)
+        self.head = nn.Linear(16, 8)
         self.sparse, self.last = (nn.Conv2d(16, 16, 3, padding=2, dilation=2, bias=False) for _ in range(2))
 
     def forward(self, x):
-        x = self.left(x) * self.right(x) + self.each(x) + self.last(self.sparse(x))
-        return self.long(torch.relu(self.wide(x)))
+        x = self.left(x) * self.right(x) + self.each(torch.relu(x)) + self.last(self.sparse(x))
+        x = self.long(torch.relu(self.wide(x + self.even(self.odd(x)))))
+        return self.head(x.mean((2, 3)))
 
 
 OF_FAMILY = {

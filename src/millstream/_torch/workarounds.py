@@ -56,9 +56,13 @@ class Workaround:
     @property
     def applies(self) -> bool:
         """Whether this PyTorch needs it, and it is not switched off."""
+        return self.is_needed and not is_off(self.issue)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether this PyTorch needs it."""
         version = torch_version()
-        is_needed = (self.since is None or self.since <= version) and (self.until is None or version < self.until)
-        return is_needed and not is_off(self.issue)
+        return (self.since is None or self.since <= version) and (self.until is None or version < self.until)
 
 
 @contextlib.contextmanager

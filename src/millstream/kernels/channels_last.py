@@ -20,6 +20,7 @@ from torch._prims_common import make_channels_last_strides_for
 
 from millstream._torch.workarounds import replaced
 from millstream.kernels.nodes import add_node
+from millstream.passes.graph_pass import graph_pass
 
 _library = torch.library.Library("millstream", "FRAGMENT")
 _library.define("keep_strides(Tensor result, int[] strides) -> Tensor", tags=torch.Tag.pointwise)
@@ -42,6 +43,7 @@ def puts_channels_last(gm: torch.fx.GraphModule) -> bool:
     return bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
 
 
+@graph_pass("strides", "keeps the strides of results where convolutions are changed")
 def keep_strides(gm: torch.fx.GraphModule) -> None:
     """Say in the graph which strides its results have, where convolutions decide; the graph is changed in place.
 

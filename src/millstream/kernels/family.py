@@ -11,9 +11,10 @@ import torch
 from millstream.graph import KernelKind
 from millstream.kernels.launches import Launch
 from millstream.kernels.nodes import has_channels_last, values
+from millstream.passes.graph_pass import Pass
 from millstream.program import Program
 
-Rewrite = Callable[[torch.fx.GraphModule], None]
+Rewrite = Pass[..., None]
 
 
 class Writer(NamedTuple):

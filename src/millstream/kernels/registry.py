@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from millstream import kernels
-from millstream._torch.workarounds import is_off
+from millstream._torch.workarounds import left_out
 from millstream.kernels.channels_last import keep_strides, puts_channels_last, taken_for_convolutions
 from millstream.kernels.conv2d.channels import align_channels
 from millstream.kernels.conv2d.conv2d import CONVOLVE, Conv2d, convolve_2d, convolve_2d_together, launches_of_conv2d
@@ -99,9 +99,18 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def families() -> Iterator[Family]:
+PASSES = (
+    keep_strides,
+    *(each for family in FAMILIES for each in family.rewrite_images),
+    *(each for family in FAMILIES for each in family.rewrite),
+)
+"""What changes a graph for inference, in this order."""
+
+
+def families() -> list[Family]:
     """Those that are not switched off."""
-    return (each for each in FAMILIES if not (is_off(SWITCH) or is_off(each.name)))
+    off = left_out()
+    return [] if SWITCH in off else [each for each in FAMILIES if each.name not in off]
 
 
 def _groupings() -> list[Grouping]:
@@ -136,7 +145,7 @@ def rewrite(gm: torch.fx.GraphModule) -> bool:
     Returns:
         Whether Inductor is to put the channels of images last, which it would decide of the graph as it was.
     """
-    known = [*families()]
+    known = families()
     is_last = any(each.rewrite_images for each in known) and puts_channels_last(gm)
     if is_last:
         keep_strides(gm)

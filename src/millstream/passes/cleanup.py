@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, fx
 
 from millstream._torch.tensors import storage_id
+from millstream.passes.graph_pass import graph_pass
 
 IS_DECIDED = "millstream_is_decided"
 """Marks a node that draws a number for a branch that goes one way whatever is drawn."""
 
 
+@graph_pass("idle-nodes", "drops profiler marks, `detach` and values that nobody uses")
 def drop_idle_nodes(gm: fx.GraphModule) -> None:
     """Remove profiler marks, ``detach`` and unused values, in place.
 
@@ -44,6 +46,7 @@ def drop_marks(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
+@graph_pass("exact-powers", "computes `1 - beta ** step` of optimizers as exactly as Python does")
 def subtract_powers_exactly(gm: fx.GraphModule) -> None:
     """Compute ``beta ** step - 1`` and ``1 - beta ** step`` of optimizers by ``expm1``, in place.
 
@@ -132,6 +135,7 @@ def _written_arguments(nodes: Iterable[fx.Node]) -> Iterator[Any]:
                 yield value
 
 
+@graph_pass("copying-views", "lets a `view` copy where the compiler gives its source other strides")
 def let_views_copy(gm: fx.GraphModule, written: set[int]) -> None:
     """Have ``view`` copy where it must, in place; not where it sees memory that is written.
 
@@ -153,6 +157,9 @@ def _values(argument: object) -> Iterator[Tensor]:
             yield from _values(item)
 
 
+@graph_pass(
+    "unused-inputs", "drops inputs that nothing reads", lambda gm: [*range(len(gm.graph.find_nodes(op="placeholder")))]
+)
 def drop_unused_inputs(gm: fx.GraphModule) -> list[int]:
     """Remove placeholders that nothing uses, in place, and return the positions of those that stay."""
     kept: list[int] = []
@@ -164,6 +171,7 @@ def drop_unused_inputs(gm: fx.GraphModule) -> list[int]:
     return kept
 
 
+@graph_pass("transfers", "has arguments moved to the device before the graph runs", lambda *_: {})
 def hoist_transfers(gm: fx.GraphModule, arguments: list[fx.Node]) -> dict[fx.Node, torch.device]:
     """Take copies of arguments to another device out of the graph, in place.
 
@@ -203,6 +211,7 @@ def _is_transfer(node: fx.Node, device: torch.device) -> bool:
     return node.target is torch.ops.aten._to_copy.default and node.kwargs.get("device") not in (None, device)
 
 
+@graph_pass("constants", "makes constants on the device that the graph copies them to")
 def move_constants(gm: fx.GraphModule) -> None:
     """Make constants that the graph copies to another device constants on that device, in place."""
     copy, lift = torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh_copy.default

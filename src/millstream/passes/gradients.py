@@ -13,10 +13,13 @@ import operator
 
 import torch
 
+from millstream.passes.graph_pass import graph_pass
+
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _MASK = 10  # position of ``output_mask`` among the arguments
 
 
+@graph_pass("convolution-gradients", "computes a convolution's two gradients by a kernel each, on a GPU", lambda gm: gm)
 def split_gradients(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Split every convolution's backward operator on a CUDA device in two.
 

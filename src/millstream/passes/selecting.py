@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 
 from millstream._torch.tensors import FakeTensor, storage_id, without_autocast
 from millstream.passes.cleanup import drop_marks, storages_written_by
+from millstream.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 
@@ -44,6 +45,11 @@ class DifferentWays(Exception):  # noqa: N818 - to the tracer, which says it to 
     """Both ways cannot be one graph; says why, as the end of a sentence about them."""
 
 
+def _stay_apart(*_: object, **__: object) -> None:
+    raise DifferentWays("are told to stay apart")
+
+
+@graph_pass("branches", "puts both ways of a branch on a tensor's value into one graph", _stay_apart)
 def merge_ways(
     gm: fx.GraphModule, other: fx.GraphModule, inputs: Mapping[fx.Node, fx.Node], predicate: int, *, outcome: bool
 ) -> Mapping[fx.Node, fx.Node]:

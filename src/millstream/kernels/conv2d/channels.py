@@ -19,6 +19,7 @@ from torch._inductor.constant_folding import constant_fold
 from millstream.kernels import nodes
 from millstream.kernels.conv2d.conv2d import is_small_conv2d
 from millstream.kernels.nodes import ALIGNED_CHANNELS, add_node, arguments_of, may_be_ours, values_of
+from millstream.passes.graph_pass import graph_pass
 
 _FEW_CHANNELS = 4  # of an image as it comes from outside; for these cuDNN has kernels of its own
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -29,6 +30,7 @@ _READERS_OF_PARTS = {aten.cat.default, aten._unsafe_index.Tensor, aten.mean.dim,
 """Beside pointwise operators, which read a part of a tensor as easily as a whole one."""
 
 
+@graph_pass("channels", "enlarges convolutions whose channels are no multiple of 8")
 def align_channels(gm: torch.fx.GraphModule) -> None:
     """Enlarge, by zeros, the channels of convolutions that cuDNN would enlarge, or our kernel can compute only so.
 

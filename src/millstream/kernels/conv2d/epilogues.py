@@ -27,6 +27,7 @@ from millstream.kernels.nodes import (
     values_of,
     whole_of,
 )
+from millstream.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 
@@ -57,6 +58,7 @@ class _Epilogue:
         return self.bias is None and self.addend is None and not self.relu
 
 
+@graph_pass("epilogues", "lets small convolutions compute what follows them")
 def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
     """Let small convolutions do what follows them; the graph is changed in place.
 

@@ -11,6 +11,7 @@ import torch
 
 from millstream.kernels.conv2d.conv2d import CONVOLVE, is_small_conv2d
 from millstream.kernels.nodes import add_node, may_be_ours
+from millstream.passes.graph_pass import graph_pass
 
 MOST_ROWS = 64
 """Of a product: more were not tried."""
@@ -20,6 +21,7 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.addmm.default, aten.mm.default)
 
 
+@graph_pass("linear-layers", "makes convolutions of linear layers for few rows")
 def take_linear_layers(gm: torch.fx.GraphModule) -> None:
     """Let our kernel compute linear layers for few rows; the graph is changed in place.
 

@@ -16,10 +16,12 @@ from torch._inductor.lowering import register_lowering
 from millstream.kernels.channels_last import lay_out
 from millstream.kernels.depthwise.depthwise import CONVOLVE_DEPTHWISE, is_small_depthwise
 from millstream.kernels.nodes import add_node, arguments_of, may_be_ours, values_of, whole_of, zeros_of
+from millstream.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
 
 
+@graph_pass("prologues", "lets depthwise convolutions compute what stands in front of them")
 def absorb_prologues(gm: torch.fx.GraphModule) -> None:
     """Let small depthwise convolutions do what stands in front of them; the graph is changed in place.
 

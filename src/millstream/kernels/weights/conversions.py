@@ -14,6 +14,7 @@ from torch._inductor.lowering import register_lowering
 from millstream.kernels.conv2d.conv2d import CONVOLVE
 from millstream.kernels.nodes import add_node, changes_type, may_be_ours, zeros_of
 from millstream.kernels.weights.weights import CONVERT
+from millstream.passes.graph_pass import graph_pass
 
 MOST_BYTES = 512 << 10
 """Of a weight: the copy of a larger one takes longer than a launch, and Inductor tries for it which tiles are best."""
@@ -23,6 +24,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 aten = torch.ops.aten
 
 
+@graph_pass("conversions", "makes small weights ready by our kernel")
 def take_conversions(gm: torch.fx.GraphModule) -> None:
     """Let our kernel make the weights ready that convolutions read; the graph is changed in place.
 

@@ -64,6 +64,7 @@ from millstream.lower.workarounds.kernels import (
     pytorch_198270,
 )
 from millstream.lower.workarounds.post_grad import pytorch_198094, pytorch_198131
+from millstream.passes.graph_pass import Pass
 
 __all__ = [
     "WORKAROUNDS",
@@ -120,6 +121,19 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     recurrence.WORKAROUND,
 )
 
+CAPTURED = tuple(
+    Pass(each.issue, each.effect, each.captured_pass)
+    for each in WORKAROUNDS
+    if each.captured_pass is not None and each.is_needed
+)
+"""Passes over a graph as it was captured, in this order."""
+JOINT = tuple(
+    Pass(each.issue, each.effect, each.joint_pass)
+    for each in WORKAROUNDS
+    if each.joint_pass is not None and each.is_needed
+)
+"""Passes over the graph of forward and backward, in this order."""
+
 
 def _applied() -> list[Workaround]:
     return [each for each in WORKAROUNDS if each.applies]
@@ -145,9 +159,8 @@ def tracing() -> Iterator[None]:
 
 def mend_captured(gm: torch.fx.GraphModule) -> None:
     """Change a graph, before autograd, where PyTorch makes another program of it."""
-    for each in _applied():
-        if each.captured_pass is not None:
-            each.captured_pass(gm)
+    for each in CAPTURED:
+        each(gm)
 
 
 def decompose(table: Decompositions) -> dict[Any, Callable[..., Any]]:
@@ -171,7 +184,7 @@ class JointPasses(CustomGraphPass):  # type: ignore[misc]
 
     def __init__(self, after: Callable[[torch.fx.Graph], None] | list[Any] | tuple[Any, ...] | None) -> None:
         given = [] if after is None else [*after] if isinstance(after, (list, tuple)) else [after]
-        self._passes = [each.joint_pass for each in _applied() if each.joint_pass is not None] + given
+        self._passes = [*JOINT, *given]
         self.is_ours_alone = not given
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -181,8 +194,9 @@ class JointPasses(CustomGraphPass):  # type: ignore[misc]
     def uuid(self) -> Any:
         """What caches know the passes by."""
         applied = [each.issue for each in _applied()]  # which change what others make of a graph, too
+        given = self._passes[len(JOINT) :]
         return (
             "millstream.workarounds",
             applied,
-            [getattr(each, "uuid", lambda each=each: repr(each))() for each in self._passes],
+            [getattr(each, "uuid", lambda each=each: repr(each))() for each in given],
         )
