@@ -145,6 +145,16 @@ def slug(heading):
     return re.sub(r"[^\w\s-]", "", heading.lstrip("#").strip().lower()).replace(" ", "-")
 
 
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"], ids=lambda page: page.name
+)
+def test_lines_of_prose_are_short(page):
+    """Tables and listings are as wide as they are."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    long = [line for line in prose.splitlines() if len(line) > 120 and not line.lstrip().startswith(("|", "!["))]
+    assert long == []
+
+
 def test_readme_is_short():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) < 120

@@ -60,7 +60,7 @@ def sizes(root: Path) -> Iterator[tuple[object, ...]]:
     of_package = {name: size_of(paths) for name, paths in packages.items()}
     for name, size in sorted(of_package.items(), key=lambda item: -item[1].code):
         yield (f"`{name}`", *size)
-    yield ("**src**", *size_of(python_in(source)))
+    yield ("**src**", *map(sum, zip(*of_package.values(), strict=True)))
     yield ("C++", *size_of(sorted(source.rglob("*.cpp"))))
     yield ("tests", *size_of(python_in(root / "tests")))
     yield ("benchmarks", *size_of(python_in(root / "benchmarks")))
