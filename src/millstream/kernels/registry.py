@@ -60,7 +60,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "depthwise",
-        "depthwise convolutions with few results, and what stands in front of them",
+        "depthwise convolutions with few results, and what comes before them",
         rewrite_images=(absorb_prologues,),
         operators=(CONVOLVE_DEPTHWISE,),
         bind=bind_depthwise,

@@ -21,7 +21,7 @@ from millstream.passes.graph_pass import graph_pass
 aten = torch.ops.aten
 
 
-@graph_pass("prologues", "lets depthwise convolutions compute what stands in front of them")
+@graph_pass("prologues", "lets depthwise convolutions compute what comes before them")
 def absorb_prologues(gm: torch.fx.GraphModule) -> None:
     """Let small depthwise convolutions do what stands in front of them; the graph is changed in place.
 
