@@ -124,11 +124,11 @@ CONTAINERS = {
     "dict with a default": collections.defaultdict(list, x=x),
     "encoding": Encoding(x=x, number=1),
     "deque": collections.deque([x], maxlen=3),
+    "node of a pytree": Graph(x),
+    "namespace": types.SimpleNamespace(x=x),
 }
 UNKNOWN = {
     "generator": (each for each in [x]),
-    "node of a pytree": Graph(x),
-    "namespace": types.SimpleNamespace(x=x),
     "view of a dict": {"a": x}.values(),
     "masked array": np.ma.array([1, 2], mask=[False, True]),
 }
@@ -162,8 +162,8 @@ def same(a, b):
     if isinstance(a, np.ndarray) and isinstance(b, Tensor):
         return b.numpy().dtype == a.dtype.newbyteorder("=") and np.array_equal(a, b.numpy())
     assert type(a) is type(b)
-    if isinstance(a, Frozen):
-        return same(a.x, b.x) and a.number == b.number
+    if isinstance(a, (Frozen, Graph, types.SimpleNamespace)):
+        return same(a.x, b.x) and getattr(a, "number", None) == getattr(b, "number", None)
     if isinstance(a, (collections.UserDict, dict)):
         return [*a] == [*b] and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (tuple, collections.deque)):

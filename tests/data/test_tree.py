@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from millstream import tree
 from millstream._torch.tensors import noted_lengths
 from millstream.data import feed, register
 from millstream.errors import ArgumentError, FeedError
-from millstream.tree import as_tensor, name_leaf, tree_flatten
+from millstream.tree import batches
+from millstream.tree.arrays import as_tensor
+from millstream.tree.batches import flatten_batch, name_leaf
 
 
 class Pair(NamedTuple):
@@ -99,22 +100,22 @@ def same(a, b):
 
 @given(trees())
 def test_any_tree_comes_back(batch):
-    leaves, unflatten = tree_flatten(batch)
+    leaves, unflatten = flatten_batch(batch)
     assert same(unflatten(leaves), batch)
 
 
 @given(trees())
 def test_any_tree_comes_back_with_other_tensors(batch):
-    leaves, unflatten = tree_flatten(batch)
+    leaves, unflatten = flatten_batch(batch)
     other = unflatten([leaf + 1 for leaf in leaves])
-    again, _ = tree_flatten(other)
+    again, _ = flatten_batch(other)
     assert len(again) == len(leaves)
     assert all(torch.equal(x, leaf + 1) for x, leaf in zip(again, leaves, strict=True))
 
 
 @given(trees())
 def test_every_tensor_can_be_named(batch):
-    for i, leaf in enumerate(tree_flatten(batch)[0]):
+    for i, leaf in enumerate(flatten_batch(batch)[0]):
         assert eval(name_leaf(batch, i), {"batch": batch}) is leaf
 
 
@@ -138,13 +139,13 @@ def test_types_with_a_life_of_their_own():
         (counts, lambda new: new["absent"] == []),
         (Sample(x), lambda new: new.num_made == 1),
     ]:
-        leaves, unflatten = tree_flatten(batch)
+        leaves, unflatten = flatten_batch(batch)
         new = unflatten([torch.zeros(2)])
         assert type(new) is type(batch)
         assert new is not batch
         assert check(new)
         assert leaves[0] is x
-        assert tree_flatten(batch)[0][0] is x, "the source's own container was changed"
+        assert flatten_batch(batch)[0][0] is x, "the source's own container was changed"
 
 
 class Suit(enum.Enum):
@@ -154,23 +155,23 @@ class Suit(enum.Enum):
 def test_what_holds_nothing_that_moves_is_used_as_it_is():
     words, empty = np.array(["a", "b"]), {"a": [1, (2, "b")]}
     batch = [torch.ones(1), words, empty, torch.Size([3]), Sample, Suit.HEARTS, {1, 2}, np.float32(3), range(3)]
-    leaves, unflatten = tree_flatten(batch)
+    leaves, unflatten = flatten_batch(batch)
     new = unflatten(leaves)
     assert len(leaves) == 1
     assert all(new[i] is batch[i] for i in range(1, len(batch)))
-    assert tree_flatten(empty)[1]([]) is empty
+    assert flatten_batch(empty)[1]([]) is empty
 
 
 def test_a_type_that_is_not_known_is_named_until_it_is_registered(monkeypatch):
-    monkeypatch.setattr(tree, "_registered", {})
-    monkeypatch.setattr(tree, "_sorts", {})
+    monkeypatch.setattr(batches, "_registered", {})
+    monkeypatch.setattr(batches, "_sorts", {})
     batch = {"x": [torch.ones(1), Sample(Opaque(torch.ones(2)))]}
     with pytest.raises(FeedError, match=r"batch\['x'\]\[1\].image is a .*Opaque, which feeds do not know"):
-        tree_flatten(batch)
+        flatten_batch(batch)
     register(Opaque)
-    assert len(tree_flatten(batch)[0]) == 1
+    assert len(flatten_batch(batch)[0]) == 1
     register(Opaque, lambda opaque: ([opaque.tensor], lambda parts: Opaque(*parts)))
-    leaves, unflatten = tree_flatten(batch)
+    leaves, unflatten = flatten_batch(batch)
     assert [leaf.numel() for leaf in leaves] == [1, 2]
     assert name_leaf(batch, 1) == "batch['x'][1].image (part 0 of the Opaque)"
     new = unflatten(["a", "b"])["x"][1].image
@@ -190,11 +191,11 @@ def test_arrays_and_objects_with_to_are_leaves():
         def __array__(self, dtype=None, copy=None):
             return np.ones(2)
 
-    leaves, unflatten = tree_flatten([np.ones(3), Mover(), ArrayLike(), np.array([1], dtype="datetime64[s]")])
+    leaves, unflatten = flatten_batch([np.ones(3), Mover(), ArrayLike(), np.array([1], dtype="datetime64[s]")])
     assert len(leaves) == 3
     assert unflatten([1, 2, 3])[:3] == [1, 2, 3]
     with pytest.raises(FeedError, match="MaskedArray"):
-        tree_flatten(np.ma.array([1, 2], mask=[True, False]))
+        flatten_batch(np.ma.array([1, 2], mask=[True, False]))
 
 
 @dataclasses.dataclass
@@ -227,7 +228,7 @@ def test_tensors_beside_fields_and_items_move_as_well():
     assert computed.mean == 1
     line.extra, pair.extra, table.extra = torch.ones(3), np.ones(4), torch.ones(5)
     batch = [computed, line, pair, table]
-    leaves, unflatten = tree_flatten(batch)
+    leaves, unflatten = flatten_batch(batch)
     names = [name_leaf(batch, i) for i in range(len(leaves))]
     assert names == [
         f"batch{place}" for place in "[0].x [0].mask [0].mean [1][0] [1].extra [2][0] [2].extra [3].extra".split()
@@ -245,7 +246,7 @@ def test_tensors_beside_fields_and_items_move_as_well():
 
 def test_an_array_of_tensors_is_an_error_that_says_where():
     with pytest.raises(FeedError, match=r"batch\[1\] is an array of objects with tensors"):
-        tree_flatten([torch.ones(1), np.array([torch.ones(2), None], dtype=object)])
+        flatten_batch([torch.ones(1), np.array([torch.ones(2), None], dtype=object)])
 
 
 class Words:
@@ -268,7 +269,7 @@ def test_what_is_seen_as_an_array_of_words_stays_and_one_without_a_type_in_torch
 
 def test_arrays_of_bfloat16_become_tensors():
     dtype = pytest.importorskip("ml_dtypes").bfloat16
-    (leaf,), _ = tree_flatten([np.arange(6).astype(dtype)[::-2]])
+    (leaf,), _ = flatten_batch([np.arange(6).astype(dtype)[::-2]])
     assert as_tensor(leaf).equal(torch.tensor([5, 3, 1], dtype=torch.bfloat16))
 
 
@@ -301,7 +302,7 @@ def test_a_jagged_tensor_comes_apart_and_together(transposed):
         [torch.arange(6.0).view(2, 3), torch.arange(10.0).view(2, 5)] if transposed else [torch.ones(1), torch.ones(4)]
     )
     nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    leaves, unflatten = tree_flatten({"x": nested})
+    leaves, unflatten = flatten_batch({"x": nested})
     assert name_leaf({"x": nested}, 1) == "batch['x'].offsets()"
     new = unflatten([leaf.clone() for leaf in leaves])["x"]
     assert all(torch.equal(a, b) for a, b in zip(new.unbind(), rows, strict=True))
@@ -309,7 +310,7 @@ def test_a_jagged_tensor_comes_apart_and_together(transposed):
 
 def test_sets_and_deques_of_tensors():
     x, y = torch.zeros(1), torch.ones(1)
-    leaves, unflatten = tree_flatten([{x}, collections.deque([y], maxlen=3)])
+    leaves, unflatten = flatten_batch([{x}, collections.deque([y], maxlen=3)])
     new_set, new_deque = unflatten([1, 2])
     assert (new_set, list(new_deque), new_deque.maxlen) == ({1}, [2], 3)
     assert len(leaves) == 2
@@ -317,7 +318,7 @@ def test_sets_and_deques_of_tensors():
 
 def test_a_packed_sequence_keeps_its_batch_sizes():
     packed = pack_sequence([torch.tensor([1.0]), torch.tensor([2.0, 3.0])], enforce_sorted=False)
-    leaves, unflatten = tree_flatten(packed)
+    leaves, unflatten = flatten_batch(packed)
     assert len(leaves) == 3
     new = unflatten([leaf.clone() for leaf in leaves])
     assert new.batch_sizes is packed.batch_sizes
@@ -331,7 +332,7 @@ def test_a_dataclass_with_a_field_that_is_not_set():
         x: object
         y: object = dataclasses.field(init=False)
 
-    leaves, unflatten = tree_flatten(Late(torch.ones(1)))
+    leaves, unflatten = flatten_batch(Late(torch.ones(1)))
     new = unflatten(leaves)
     assert not hasattr(new, "y")
 
@@ -343,7 +344,7 @@ def test_a_dataclass_with_a_field_that_is_not_set():
 def test_unflattening_keeps_no_tensor_of_the_source_alive(wrap):
     x = torch.ones(1)
     gone = weakref.ref(x)
-    unflatten = tree_flatten(wrap([x]))[1]
+    unflatten = flatten_batch(wrap([x]))[1]
     del x
     gc.collect()
     assert gone() is None
@@ -366,15 +367,15 @@ class Slotted:
 
 def test_containers_with_a_will_of_their_own():
     for batch in (NamedPair(torch.ones(1), 2), Slotted(torch.ones(1), 2)):
-        leaves, unflatten = tree_flatten(batch)
+        leaves, unflatten = flatten_batch(batch)
         made = unflatten([leaf + 1 for leaf in leaves])
         assert type(made) is type(batch)
         values = made if isinstance(made, tuple) else (made.image, made.label)
         assert (values[0].item(), values[1]) == (2.0, 2)
-    made = tree_flatten(NamedPair(torch.ones(1), 2))[1]([torch.zeros(1)])
+    made = flatten_batch(NamedPair(torch.ones(1), 2))[1]([torch.zeros(1)])
     assert made.name == "pair"
     limits = torch.return_types.max((torch.ones(2), torch.zeros(2)))
-    assert type(tree_flatten(limits)[1]([torch.ones(1), torch.ones(1)])) is type(limits)
+    assert type(flatten_batch(limits)[1]([torch.ones(1), torch.ones(1)])) is type(limits)
 
 
 class AttributeDict(dict):
@@ -404,7 +405,7 @@ class TensorDict(dict):
 @pytest.mark.parametrize("kind", [AttributeDict, FrozenDict, FrozenSelf, TensorDict])
 def test_dicts_with_a_will_of_their_own(kind):
     x = torch.ones(1)
-    leaves, unflatten = tree_flatten(kind(x=x))
+    leaves, unflatten = flatten_batch(kind(x=x))
     made = unflatten([torch.zeros(1)])
     assert type(made) is kind
     assert made["x"].item() == 0
@@ -419,7 +420,7 @@ def test_dicts_with_a_will_of_their_own(kind):
 def test_a_dict_that_checks_its_values_keeps_its_attributes():
     batch = TensorDict(x=torch.ones(1))
     batch.note = "kept"
-    assert tree_flatten(batch)[1]([torch.zeros(1)]).note == "kept"
+    assert flatten_batch(batch)[1]([torch.zeros(1)]).note == "kept"
 
 
 class Noted(Pair):
@@ -430,14 +431,14 @@ class Noted(Pair):
 
 
 def test_a_named_tuple_keeps_its_attributes():
-    made = tree_flatten(Noted(torch.ones(1)))[1]([torch.zeros(1)])
+    made = flatten_batch(Noted(torch.ones(1)))[1]([torch.zeros(1)])
     assert (type(made), made.first.item(), made.second, made.note) == (Noted, 0, 2, "kept")
 
 
 def test_classes_of_attrs_and_pydantic():
     for make in (make_attrs, make_frozen_attrs, make_model):
         batch = make(torch.ones(1))
-        made = tree_flatten(batch)[1]([torch.zeros(1)])
+        made = flatten_batch(batch)[1]([torch.zeros(1)])
         assert type(made) is type(batch)
         assert (made.image.item(), made.label) == (0, 3)
         assert name_leaf(batch, 0) == "batch.image"
@@ -468,14 +469,14 @@ def test_a_field_of_records_is_an_array():
 def test_jagged_tensors_that_fit_each_other_still_do():
     first = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
     other = torch.nested.nested_tensor([torch.ones(1, 3)], layout=torch.jagged)
-    leaves, unflatten = tree_flatten([first, {"x": first * 2}, other])
+    leaves, unflatten = flatten_batch([first, {"x": first * 2}, other])
     a, b, c = unflatten([leaf.clone() for leaf in leaves])
     assert (a + b["x"]).values().eq(3).all()
     assert c.shape[0] == 1
 
 
 def test_a_list_of_another_type_that_is_made_twice():
-    leaves, unflatten = tree_flatten(collections.deque([torch.ones(1)], maxlen=3))
+    leaves, unflatten = flatten_batch(collections.deque([torch.ones(1)], maxlen=3))
     assert [len(unflatten(leaves)) for _ in range(2)] == [1, 1]
 
 
@@ -496,7 +497,7 @@ class WithFieldsToo(WithPrivateSlot):
 
 
 def test_slots_with_private_names_come_along():
-    leaves, unflatten = tree_flatten(WithFieldsToo(torch.ones(2)).keep("told"))
+    leaves, unflatten = flatten_batch(WithFieldsToo(torch.ones(2)).keep("told"))
     assert unflatten([leaves[0] + 1]).tell() == "told"
 
 
@@ -511,7 +512,7 @@ def test_what_a_pydantic_model_has_beside_its_fields_moves_too():
 
     model = Model(image=torch.ones(2), more=torch.ones(3))
     model._hidden = torch.ones(4)
-    leaves, unflatten = tree_flatten(model)
+    leaves, unflatten = flatten_batch(model)
     assert sorted(leaf.numel() for leaf in leaves) == [2, 3, 4]
     made = unflatten([leaf + 1 for leaf in leaves])
     assert [each.sum().item() for each in (made.image, made.more, made._hidden)] == [4, 6, 8]
@@ -525,7 +526,7 @@ def test_jagged_tensors_keep_what_they_know_of_their_lengths():
     """After a transform their offsets are on the device: to ask there would make the host wait."""
     values, offsets = torch.ones(6, 2, device="meta"), torch.tensor([0, 2, 6], device="meta")
     jagged = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4)
-    leaves, unflatten = tree_flatten(jagged)
+    leaves, unflatten = flatten_batch(jagged)
     assert noted_lengths(unflatten(leaves)) == (2, 4)
     assert noted_lengths(torch.nested.nested_tensor_from_jagged(values, offsets)) == (None, None)
 
@@ -552,7 +553,7 @@ class Proxy:
 )
 def test_ways_of_the_users_to_find_attributes_are_not_asked(make):
     node = make(torch.ones(2))
-    leaves, unflatten = tree_flatten(node)
+    leaves, unflatten = flatten_batch(node)
     made = unflatten([leaf + 1 for leaf in leaves])
     assert made.image.tolist() == [2, 2]
     if isinstance(node, dict):

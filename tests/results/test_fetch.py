@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream import tree
 from millstream.data import register
 from millstream.data.transfer.layout import view_leaf
 from millstream.device import Place, StreamMarker
@@ -24,6 +23,7 @@ from millstream.results import fetcher as fetcher_module
 from millstream.results.fetcher import LARGE_BYTES, POOL_BYTES, Fetcher
 from millstream.results.pool import ResultPool, Stretch
 from millstream.results.result import Fetched, Result, fail
+from millstream.tree import batches
 from tests.device.virtual_device import make_virtual_context
 from tests.interrupts import interrupt_everywhere
 
@@ -240,8 +240,8 @@ def make_odd(parts):
 def odd():
     register(Odd, lambda odd: ([torch.zeros(())], make_odd))
     yield Odd()
-    tree._registered.pop(Odd)
-    tree._sorts.clear()
+    batches._registered.pop(Odd)
+    batches._sorts.clear()
 
 
 def test_nor_does_an_error_that_cannot_be_copied(fetcher, odd):
@@ -589,7 +589,7 @@ def stop(_):
 @pytest.mark.parametrize("where", ["take apart", "put together", "move"])
 def test_a_type_that_raises_stop_iteration_ends_nothing(monkeypatch, where):
     take_apart = stop if where == "take apart" else lambda box: ([box.tensor], stop)
-    monkeypatch.setattr(tree, "_registered", dict(tree._registered))
+    monkeypatch.setattr(batches, "_registered", dict(batches._registered))
     if where != "move":
         register(Boxed, take_apart)
     results = iter(fetch_each([1, Boxed(torch.ones(1)), 3]))

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from millstream.capture.effects.recorder import open_structure, recorder_of_thread
-from millstream.capture.state.signature import tree_unflatten
 from millstream.errors import ArgumentError
 from millstream.locks import released
 from millstream.results import fetch
+from millstream.tree.spec import tree_unflatten
 
 
 def callback(fn: Callable[..., object], *args: Any, sync: bool = True) -> None:

@@ -21,6 +21,6 @@ from millstream.data.feeding import Feed, feed
 from millstream.data.lengths import Padded
 from millstream.data.shaping import num_valid
 from millstream.data.stats import Stats
-from millstream.tree import register
+from millstream.tree.batches import register
 
 __all__ = ["Feed", "Padded", "Stats", "feed", "num_valid", "register"]

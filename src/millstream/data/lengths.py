@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from millstream.errors import ArgumentError, FeedError
-from millstream.tree import as_tensor
+from millstream.tree.arrays import as_tensor
 
 Value = float | bool
 

@@ -14,7 +14,8 @@ from millstream.data.lengths import Lengths
 from millstream.data.source import Position
 from millstream.data.transfer.base import Transform
 from millstream.errors import ArgumentError, FeedError
-from millstream.tree import Unflatten, as_tensor, find_name, tree_flatten
+from millstream.tree.arrays import as_tensor
+from millstream.tree.batches import Unflatten, find_name, flatten_batch
 
 
 class Shaper:
@@ -125,7 +126,7 @@ def _split(batch: Any, rows: int | None = None) -> tuple[list[Any], Unflatten]:
             return _is_of_sequences(node)
         return all(isinstance(each, _PLAIN) for each in node) or (rows is not None and _is_by_row(node, rows))
 
-    return tree_flatten(batch, is_whole=is_whole)
+    return flatten_batch(batch, is_whole=is_whole)
 
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
@@ -147,7 +148,7 @@ _NUM_VALID = "_num_valid"
 
 def set_num_valid(batch: Any, num_valid: int) -> None:
     """Note in the tensors of a delivered batch how many of its rows are data."""
-    for leaf in tree_flatten(batch)[0]:
+    for leaf in flatten_batch(batch)[0]:
         if isinstance(leaf, Tensor):
             setattr(leaf, _NUM_VALID, num_valid)
 
@@ -158,7 +159,7 @@ def num_valid(batch: Any) -> int | None:
     Args:
         batch: As a feed has delivered it, also one that was kept.
     """
-    return next((getattr(leaf, _NUM_VALID) for leaf in tree_flatten(batch)[0] if hasattr(leaf, _NUM_VALID)), None)
+    return next((getattr(leaf, _NUM_VALID) for leaf in flatten_batch(batch)[0] if hasattr(leaf, _NUM_VALID)), None)
 
 
 # --- on the device ---------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def make_transform(cast: torch.dtype | None, channels_last: bool, transform: Tra
 
 
 def _apply(cast: torch.dtype | None, channels_last: bool, transform: Transform | None, batch: Any) -> Any:
-    leaves, unflatten = tree_flatten(batch)
+    leaves, unflatten = flatten_batch(batch)
     batch = unflatten([_convert(leaf, cast, channels_last) for leaf in leaves])
     return batch if transform is None else transform(batch)
 

@@ -18,7 +18,7 @@ from millstream.data.transfer.layout import LeafSpec, view_leaf
 from millstream.device import Stream, StreamMarker
 from millstream.errors import never_the_end, skip_frames
 from millstream.results.pool import Stretch
-from millstream.tree import Unflatten, tree_flatten
+from millstream.tree.batches import Unflatten, flatten_batch
 
 T = TypeVar("T")
 OnResult = Callable[[Any], object] | None
@@ -61,7 +61,7 @@ class Result:
 def flatten(value: Any) -> tuple[list[Any], Unflatten]:
     """The leaves of a value, and the way back."""
     try:
-        return tree_flatten(value)
+        return flatten_batch(value)
     except StopIteration as error:  # of a type that the user has registered
         raise never_the_end(error) from error
 

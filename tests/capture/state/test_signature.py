@@ -10,15 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from millstream.capture.state.signature import (
-    Leaf,
-    Reference,
-    spec_of,
-    tree_flatten,
-    tree_unflatten,
-    walk,
-    walk_arguments,
-)
+from millstream.capture.state.signature import spec_of
+from millstream.tree.flatten import tree_flatten
+from millstream.tree.spec import Leaf, Reference, tree_unflatten, walk, walk_arguments
 
 Pair = collections.namedtuple("Pair", "left right")
 

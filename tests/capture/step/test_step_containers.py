@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from millstream.capture import Step
-from millstream.capture.state.signature import attributes_beside
+from millstream.tree.containers import attributes_beside
 from tests.capture.worlds import interpret
 
 
@@ -231,3 +231,50 @@ def _assert_alike(one, other):
     assert [*(held or ())] == [*(expected or ())]
     for name in held or ():
         _assert_alike(held[name], expected[name])
+
+
+LASTING = {"key": 1.0}
+HELD = [{"key": 1.0}, {"key": 1.0}]
+
+
+@dataclasses.dataclass
+class Item:
+    x: torch.Tensor
+
+
+def test_a_container_that_is_passed_twice_is_one():
+    makes = (lambda: [1.0], lambda: {"key": torch.ones(2)}, lambda: Item(torch.ones(2)), lambda: List([torch.ones(2)]))
+
+    def plain(x, ones, others):
+        return [x * (2 if one is other else 3) for one, other in zip(ones, others, strict=True)]
+
+    step, x = Step(plain, build=interpret, strict=True), torch.ones(2)
+    ones, others = ([make() for make in makes] for _ in range(2))
+    for those in [others, ones, others, [*ones[:2], *others[2:]], [*others[:2], *ones[2:]], ones]:
+        for ours, theirs in zip(step(x, ones, those), plain(x, ones, those), strict=True):
+            assert torch.equal(ours, theirs)
+    assert len(step.graphs) == 4
+
+
+def test_a_container_that_the_step_reaches_and_is_passed_too_is_one():
+    def plain(x, one):
+        return x * (2 if one is LASTING else 4 if any(one is each for each in HELD) else 3)
+
+    for calls in [(LASTING, {"key": 1.0}, LASTING), ({"key": 1.0}, HELD[1], {"key": 1.0}, LASTING, HELD[0])]:
+        step, x = Step(plain, build=interpret, strict=True), torch.ones(2)
+        for given in calls:
+            assert torch.equal(step(x, given), plain(x, given))
+        assert len(step.graphs) <= len({*map(id, calls)})
+
+
+def test_a_container_that_stands_twice_in_a_result_is_one():
+    def plain(x):
+        made, item = [x * 2], Item(x * 3)
+        return {"first": made, "again": (made, item), "item": item, "other": [x * 2]}
+
+    step = Step(plain, build=interpret, strict=True)
+    for _ in range(2):
+        result = step(torch.ones(2))
+        assert result["first"] is result["again"][0]
+        assert result["item"] is result["again"][1]
+        assert result["first"] is not result["other"]

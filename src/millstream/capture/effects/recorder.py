@@ -18,8 +18,6 @@ from millstream.capture.effects.expressions import Expression, text_of
 from millstream.capture.effects.program import Call, Effect, Effects, Output, all_needs
 from millstream.capture.effects.values import Item, Later, Leaf, Reading, Returned, TextChanged, Whole, holds_token
 from millstream.capture.lines import here
-from millstream.capture.state import signature
-from millstream.capture.state.signature import Reference, Structure, Value, tree_flatten, walk
 from millstream.capture.trace.scalars import (
     CLOCK,
     INT64,
@@ -33,6 +31,9 @@ from millstream.capture.trace.scalars import (
     is_scalar,
 )
 from millstream.errors import CaptureError
+from millstream.tree.flatten import tree_flatten
+from millstream.tree.spec import Leaf as TreeLeaf
+from millstream.tree.spec import Reference, Structure, Value, walk
 
 TEXT_REMEDY = (
     "Format the value itself, as in f'{value:>10.3f}', and put the text together with f-strings; decide by the number."
@@ -281,7 +282,7 @@ def open_structure(
         is_leaf = isinstance(part, Tensor) and (parameters or not isinstance(part, nn.Parameter))
         if is_leaf or is_known_later(part):
             leaves.append(as_scalar(part))
-            return signature.Leaf(len(leaves) - 1)
+            return TreeLeaf(len(leaves) - 1)
         if isinstance(part, bytes) and holds_token(part.decode(errors="ignore")):
             raise text_changed(here())
         if isinstance(part, dict) and any(map(is_known_later, part)):

@@ -19,17 +19,9 @@ from millstream.capture.state.borrowed import find_borrowed
 from millstream.capture.state.discover import MAX_ITEMS, defaults_of, is_own_method
 from millstream.capture.state.executed import WHOLE
 from millstream.capture.state.location import MISSING, Location, Shared
-from millstream.capture.state.signature import (
-    SCALARS,
-    Reference,
-    Structure,
-    Value,
-    form_of,
-    kind_of,
-    walk,
-    whole_form_of,
-)
+from millstream.capture.state.signature import form_of, kind_of, whole_form_of
 from millstream.capture.step.request import Request, Traced
+from millstream.tree.spec import SCALARS, Reference, Structure, Value, walk
 
 MAX_DEPTH = 3
 """Lists and dicts in an optimizer's groups are looked into so far."""

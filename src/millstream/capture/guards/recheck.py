@@ -17,9 +17,9 @@ from millstream._torch.distributed.collectives import EXCHANGE, exchange_of
 from millstream.capture.effects.expressions import text_of
 from millstream.capture.effects.program import Output
 from millstream.capture.lines import last_place
-from millstream.capture.state.signature import SCALARS, Container, Reference, Structure, Value
 from millstream.capture.step.request import Request, Traced
 from millstream.errors import CaptureError
+from millstream.tree.spec import SCALARS, Container, Reference, Structure, Value
 
 
 @dataclass(frozen=True, slots=True)

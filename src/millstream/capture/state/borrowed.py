@@ -26,7 +26,7 @@ from millstream.capture.lines import is_called_by_models, is_millstreams, is_use
 from millstream.capture.state.code import is_users_module, names_of
 from millstream.capture.state.discover import file_of
 from millstream.capture.state.location import MISSING, Location
-from millstream.capture.state.signature import SCALARS
+from millstream.tree.spec import SCALARS
 
 _BUILTINS = vars(builtins)
 

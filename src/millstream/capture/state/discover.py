@@ -58,8 +58,8 @@ from millstream.capture.state.contents import Answers, is_bytes, is_container, i
 from millstream.capture.state.executed import Ran
 from millstream.capture.state.generators import GENERATORS, StandsForGenerator
 from millstream.capture.state.location import MISSING, ClassAttributes, ContextValue, Items, Location, SlotAttributes
-from millstream.capture.state.signature import SCALARS
 from millstream.errors import CaptureError
+from millstream.tree.spec import SCALARS
 
 MAX_ITEMS = 1000
 """A longer container is a data set rather than a list of models: it is not searched."""

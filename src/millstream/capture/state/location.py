@@ -6,14 +6,15 @@ of it, what a call puts there) is kept as the place and what was, is or shall be
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem
 from types import CellType
 from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
+
+from millstream.tree.containers import plain_base, slots_of
 
 MISSING: Any = object()
 """Stands for an entry that is not there."""
@@ -130,28 +131,6 @@ class ClassAttributes(Attributes):
 
     def __iter__(self) -> Iterator[str]:
         return iter(vars(self._owner))
-
-
-_slots: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()
-
-
-def slots_of(kind: type) -> dict[str, Any]:
-    """The slots of a class and its bases, by name. Shared: not to be changed."""
-    known = _slots.get(kind)
-    if known is None:
-        known = _slots[kind] = {
-            name: member
-            for base in reversed(kind.__mro__)
-            if "__slots__" in vars(base)
-            for name, member in vars(base).items()
-            if isinstance(member, types.MemberDescriptorType)
-        }
-    return known
-
-
-def plain_base(kind: type) -> Any:
-    """Of a class of dicts, the base of Python's, whose methods are none of the user's."""
-    return next(base for base in kind.__mro__ if base.__module__ in ("builtins", "collections"))
 
 
 class SlotAttributes(Attributes):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from millstream.capture.state.signature import SCALARS, blank, is_open_container, parts_of
+from millstream.tree.containers import blank, is_open_container, parts_of
+from millstream.tree.spec import SCALARS
 
 MOST_PARTS = 10_000
 """Of an object that is looked into: what has more is no batch."""

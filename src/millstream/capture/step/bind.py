@@ -19,12 +19,7 @@ from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import name_of, others_may_write
 from millstream.capture.state.lift import Lifted, device_of, find_host_scalars, lift
 from millstream.capture.state.location import Location, TensorItem
-from millstream.capture.state.signature import (
-    RESOLVE_REMEDY,
-    is_lazy_view,
-    is_open_container,
-    settings_of,
-)
+from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view, settings_of
 from millstream.capture.step.calls import Call
 from millstream.capture.step.graph import (
     STATE_NAMES,
@@ -40,6 +35,7 @@ from millstream.capture.step.sizes import SizeGuard
 from millstream.capture.trace.patches.optimizers import counts_of, numbers_of
 from millstream.capture.trace.scalars import is_number
 from millstream.errors import CaptureError
+from millstream.tree.containers import is_open_container
 
 
 @dataclass
@@ -88,7 +84,7 @@ class StepState:
             )
         if any(argument.layout is not torch.strided for argument in call.arguments):
             raise CaptureError("An argument is a sparse or nested tensor.", remedy="Pass dense tensors.")
-        if any(is_open_container(value) for _, value in call.objects()):
+        if any(is_open_container(value) and id(value) not in call.held for _, value in call.objects()):
             raise CaptureError(
                 "An argument has an attribute that leads back to it.", remedy="Pass what the step needs of it."
             )
@@ -275,6 +271,7 @@ class StepState:
             structure=traced.structure,
             outputs=traced.outputs,
             effects=traced.effects,
+            containers=[each for _, each in traced.used.containers if is_open_container(each)],
             stepped=[vars(optimizer) for optimizer in traced.optimizers],
             written=[tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written],
             parameters=parameters,

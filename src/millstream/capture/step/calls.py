@@ -6,36 +6,38 @@ import contextlib
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from millstream import tree
-from millstream._torch import pytrees
 from millstream._torch.switches import Settings
 from millstream._torch.tensors import place_of_implementation
 from millstream.capture.state.objects import is_written_in_python, objects_of_batch
 from millstream.capture.state.signature import (
+    TensorSpec,
+    is_other,
+    key_of,
+    key_of_tensors,
+    settings_of,
+)
+from millstream.capture.step.request import NumberInput, argument_input
+from millstream.device.tensor_specs import TensorSpecs
+from millstream.tree.batches import is_registered
+from millstream.tree.containers import containers_in
+from millstream.tree.flatten import tree_flatten
+from millstream.tree.spec import (
     Leaf,
     Number,
     Reference,
     Structure,
-    TensorSpec,
     Value,
-    is_other,
-    key_of,
-    key_of_tensors,
     kinds_of,
     replace_numbers,
-    settings_of,
-    tree_flatten,
     walk_arguments,
 )
-from millstream.capture.step.request import NumberInput, argument_input
-from millstream.device.tensor_specs import TensorSpecs
 
 MOST_KEPT = 4
 """Objects of a class that a step may change, each with a graph of its own, before it is a new one in each call."""
@@ -98,6 +100,7 @@ class Call:
     kwargs: dict[str, Any]  # keyword arguments as given
     parameters: Sequence[str]  # names of the function's parameters
     opened: frozenset[type] = frozenset()  # classes of objects that are taken apart
+    held: Container[int] = ()  # by id, containers that are not taken apart
     cause: Any = None  # why no graph serves it, once that is known
 
     @property
@@ -135,6 +138,7 @@ class Calls:
 
     Attributes:
         opened: Classes of objects among the arguments that are taken apart, as others of them come in each call.
+        held: By id, containers that the step reaches without its arguments, too: among these they are what they are.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -142,6 +146,7 @@ class Calls:
         self._varying: dict[Structure, frozenset[int]] = {}  # which numbers among the arguments change
         self._before: dict[Structure, list[float]] = {}  # that came first
         self.opened: frozenset[type] = frozenset()
+        self.held: dict[int, Reference] = {}
         self._met: dict[str, Callable[[], Any]] = {}  # by the argument's name, the object that came last
         self._kept: Counter[type] = Counter()  # objects of classes that are not opened, since that cannot be captured
 
@@ -152,13 +157,33 @@ class Calls:
         fixed = tuple(n if n and n == n else f"{n}" for i, n in enumerate(numbers) if i not in varying)
         return (form, fixed), [number for index, number in enumerate(numbers) if index in varying]
 
+    def flatten(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: list[float]
+    ) -> tuple[Structure, list[Tensor]]:
+        """Tell tensors and numbers from what remains."""
+        return tree_flatten((args, kwargs), numbers, opened=self.opened, held=self.held)
+
+    def hold(self, containers: Iterable[Any]) -> None:
+        """Keep these, which graphs read by another way, apart from arguments that look alike."""
+        self.held = {id(each): Reference(each) for each in containers}
+
+    def hold_among(self, call: Call, containers: Iterable[Any]) -> bool:
+        """Take the arguments of a call apart once more if some of these are among them, and none was known for that."""
+        given = containers_in([call.args, call.kwargs], call.opened)
+        found = {id(each): Reference(each) for each in containers if id(each) in given}
+        if found.keys() <= self.held.keys():
+            return False
+        self.held |= found
+        vars(call).update(vars(self.make(call.args, call.kwargs)) | {"cause": call.cause})
+        return True
+
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Look at the arguments; numbers that are others than they were before are brought by each call from now on."""
         numbers: list[float] = []
-        structure, arguments = tree_flatten((args, kwargs), numbers, opened=self.opened)
+        structure, arguments = self.flatten(args, kwargs, numbers)
         if self._learn(structure):
             numbers = []
-            structure, arguments = tree_flatten((args, kwargs), numbers, opened=self.opened)
+            structure, arguments = self.flatten(args, kwargs, numbers)
         form: Any = structure
         varying: Set[int] = frozenset()
         given: Sequence[float] = ()
@@ -172,7 +197,9 @@ class Calls:
         parts = (Number(type(n)) if i in varying else Value(type(n), n) for i, n in enumerate(numbers))
         key = (None if kwargs else key_of_tensors(args)) or key_of(form, arguments)
         taken = self.opened.intersection(kinds_of(structure)) if self.opened else self.opened
-        return Call(key, replace_numbers(structure, parts), arguments, given, args, kwargs, self._parameters, taken)
+        return Call(
+            key, replace_numbers(structure, parts), arguments, given, args, kwargs, self._parameters, taken, self.held
+        )
 
     def _learn(self, structure: Structure) -> bool:
         """Open the classes of batches: of registered ones, and where another object comes in the place of one."""
@@ -182,7 +209,7 @@ class Calls:
                 is_another = (met := self._met.get(name)) is not None and met() is not part.target
                 if is_another or met is None:
                     self._met[name] = _reference_to(part.target)
-                if is_another or pytrees.is_registered(kind) or tree.is_registered(kind):
+                if is_another or is_registered(kind):
                     found = {type(each) for each in objects_of_batch(part.target)}
                     self._kept.update(found.intersection(self._kept))
                     self.opened |= {each for each in found if not 0 < self._kept[each] <= MOST_KEPT}

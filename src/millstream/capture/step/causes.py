@@ -12,10 +12,11 @@ from torch import Tensor
 
 from millstream.capture.guards.guards import Break
 from millstream.capture.state.location import MISSING
-from millstream.capture.state.signature import SCALARS, Leaf, Number, TensorSpec, Value
+from millstream.capture.state.signature import TensorSpec
 from millstream.capture.step.calls import Call, Form, text_of_tensor
 from millstream.capture.step.graph import StepGraph
 from millstream.progress import LOGGER
+from millstream.tree.spec import SCALARS, Leaf, Number, Value
 
 MOST_CAPTURES = 100
 """Captures that are remembered, the last ones."""

@@ -18,7 +18,7 @@ from millstream.capture.effects.values import Values, read_clocks
 from millstream.capture.guards.guards import Guards
 from millstream.capture.guards.recheck import Line
 from millstream.capture.state.location import Location
-from millstream.capture.state.signature import Leaf, Structure, is_other, is_same, tree_unflatten
+from millstream.capture.state.signature import is_other, is_same
 from millstream.capture.step.calls import Form
 from millstream.capture.step.failures import as_eager
 from millstream.capture.step.request import NotNow
@@ -26,6 +26,7 @@ from millstream.capture.step.sizes import SizeGuard, form_without_sizes, numbers
 from millstream.capture.trace.scalars import Questions, is_number
 from millstream.device.tensor_specs import TensorSpecs
 from millstream.errors import CaptureError
+from millstream.tree.spec import Leaf, Structure, tree_unflatten
 
 STATE_NAMES = "state_names"
 """Where a traced graph's ``meta`` has the names of the inputs that come before the arguments."""
@@ -108,6 +109,7 @@ class StepGraph:
     outputs: list[Output]  # tensors of the result
     effects: Effects  # what to do on the host after a run
     stepped: list[dict[str, Any]]  # attributes of the optimizers that step
+    containers: list[Any]  # that it reaches without its arguments
     written: list[Tensor]  # those of ``static`` that it writes
     parameters: list[Tensor]  # the user's parameters that it writes
     written_state: Memory  # memory of the user's state that it writes

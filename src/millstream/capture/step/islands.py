@@ -31,14 +31,6 @@ from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number
 from millstream.capture.effects.recorder import recorder_of_thread
 from millstream.capture.lines import here, raise_refusal
-from millstream.capture.state.signature import (
-    SCALARS,
-    Reference,
-    is_open_container,
-    parts_of,
-    tree_flatten,
-    tree_unflatten,
-)
 from millstream.capture.step.calls import Call
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.split import UNBOUND, Part, split_function
@@ -46,6 +38,9 @@ from millstream.capture.step.step import Fallback, P, R, Step
 from millstream.capture.trace.scalars import is_scalar, is_size
 from millstream.data_parallel.session import Session
 from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user
+from millstream.tree.containers import is_open_container, parts_of
+from millstream.tree.flatten import tree_flatten
+from millstream.tree.spec import SCALARS, Reference, tree_unflatten
 
 _first = threading.local()
 

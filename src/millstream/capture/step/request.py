@@ -18,11 +18,11 @@ from millstream.capture.record.scope import Difference
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
 from millstream.capture.state.location import Location
-from millstream.capture.state.signature import Structure
 from millstream.capture.trace.scalars import Questions
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.data_parallel.reducer import Reducer
 from millstream.errors import CaptureError
+from millstream.tree.spec import Structure
 
 
 @dataclass(frozen=True, slots=True, eq=False)

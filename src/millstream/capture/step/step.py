@@ -35,14 +35,7 @@ from millstream.capture.lines import COMES_TO, claim, in_library, library_in
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.lift import find_unlifted, lift
 from millstream.capture.state.location import Location
-from millstream.capture.state.signature import (
-    has_same,
-    key_of,
-    key_of_tensors,
-    settings_of,
-    tree_flatten,
-    tree_unflatten,
-)
+from millstream.capture.state.signature import has_same, key_of, key_of_tensors, settings_of
 from millstream.capture.step.bind import StepState
 from millstream.capture.step.calls import Call, Calls, specs_of, split_leaves
 from millstream.capture.step.causes import History, cause_of
@@ -92,6 +85,8 @@ from millstream.locks import ForkSafeLock, releasable
 from millstream.lower import ask_early
 from millstream.progress import phase, showing
 from millstream.signals import undisturbed
+from millstream.tree.flatten import tree_flatten
+from millstream.tree.spec import tree_unflatten
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
@@ -274,7 +269,7 @@ class Step(Generic[P, R]):
             if key is None:
                 numbers: list[float] = []
                 form: Any
-                form, arguments = tree_flatten((args, kwargs), numbers, opened=self._calls.opened)
+                form, arguments = self._calls.flatten(args, kwargs, numbers)
                 if numbers:
                     form, given = self._calls.split_numbers(form, numbers)
                 key = key_of(form, arguments)
@@ -575,6 +570,8 @@ class Step(Generic[P, R]):
                 ask_early(call.arguments)
                 phase("tracing")
                 graph = self._trace(call, found, counts, dimensions)
+                if self._calls.hold_among(call, graph.containers):
+                    graph = self._trace(call, _search(self._roots(call)), counts, {})
             arguments, results = build_and_run(self._build, call, graph, is_trial=is_trial)
         except BaseException:
             counts.undo()
@@ -587,6 +584,7 @@ class Step(Generic[P, R]):
             self._state.forget(self._cache)
         while len(self._cache) > self.max_graphs:
             self._drop(next(iter(self._cache)))
+        self._calls.hold(each for graph in self._cache for each in graph.containers)
         return graph, arguments, results
 
     def _check_if_due(self, graph: StepGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

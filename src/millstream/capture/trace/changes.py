@@ -14,7 +14,7 @@ from millstream.capture.record.recorder import Recorder as Record
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.location import MISSING, Location
-from millstream.capture.state.signature import SCALARS, is_same
+from millstream.capture.state.signature import is_same
 from millstream.capture.state.snapshot import Change, Kind, Snapshot, is_type_of_tracing
 from millstream.capture.step.request import Disturbed, FirstChange, NumbersChanged, OneShot, Request, StateMissing
 from millstream.capture.trace.modes import fits
@@ -22,6 +22,7 @@ from millstream.capture.trace.patches.optimizers import is_schedulers
 from millstream.capture.trace.scalars import Questions, as_scalar, is_known_later, is_number, is_scalar
 from millstream.capture.trace.twins import is_traced
 from millstream.errors import CaptureError
+from millstream.tree.spec import SCALARS
 
 _NOTES = frozenset(
     """

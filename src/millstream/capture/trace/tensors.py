@@ -19,7 +19,6 @@ from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.state.lift import Lifted
 from millstream.capture.state.location import Location
 from millstream.capture.state.objects import objects_of_batch
-from millstream.capture.state.signature import Reference, Structure, walk
 from millstream.capture.state.snapshot import Change
 from millstream.capture.step.request import Request
 from millstream.capture.trace.changes import needs_gradient
@@ -27,6 +26,7 @@ from millstream.capture.trace.modes import ForeignTensor, fits
 from millstream.capture.trace.scalars import is_known_later, is_tensor
 from millstream.capture.trace.twins import fake_of, is_traced, real_of
 from millstream.errors import CaptureError
+from millstream.tree.spec import Reference, Structure, walk
 
 MOST_SEARCHED = 10_000
 """Objects of a result that are looked into: of many more it can only be said that they are the user's own."""

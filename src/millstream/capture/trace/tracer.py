@@ -20,7 +20,7 @@ import contextlib
 import functools
 import sys
 from bdb import BdbQuit
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from types import FrameType, FunctionType, ModuleType
@@ -93,17 +93,6 @@ from millstream.capture.state.lift import (
 )
 from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.others import stand_for, stand_in_for
-from millstream.capture.state.signature import (
-    SCALARS,
-    Reference,
-    Structure,
-    Value,
-    is_open_container,
-    parts_of,
-    replace_numbers,
-    tree_flatten,
-    tree_unflatten,
-)
 from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
 from millstream.capture.step.request import (
     Converted,
@@ -158,6 +147,9 @@ from millstream.passes.cleanup import (
 from millstream.passes.selecting import DifferentWays, merge_ways, results_of, set_results
 from millstream.room import with_room
 from millstream.signals import signals_wait
+from millstream.tree.containers import containers_in
+from millstream.tree.flatten import tree_flatten
+from millstream.tree.spec import SCALARS, Reference, Structure, Value, replace_numbers, tree_unflatten, walk
 
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 """What must be known before tracing begins."""
@@ -461,7 +453,7 @@ class _Tracer:
             structure = replace_numbers(self.request.structure, places)
             given = tree_unflatten(structure, self.request.arguments)
             args, kwargs = given
-            self.recorder.given = frozenset(_containers(given, self.request.opened))
+            self.recorder.given = frozenset(containers_in(given, self.request.opened)) - self._held().keys()
             self.record.given = self.recorder.given
             cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
             watch = CodeWatch(
@@ -701,9 +693,14 @@ class _Tracer:
             except CaptureError as error:
                 self._report(error)
 
+    def _held(self) -> dict[int, Reference]:
+        """By id, what stands as it is among the arguments."""
+        parts = (part for _, part in walk(self.request.structure, ""))
+        return {id(part.target): part for part in parts if isinstance(part, Reference)}
+
     def _check_arguments(self, given: Any, before: Structure) -> None:
         """Refuse changes of containers among the arguments: the function was given copies of them."""
-        structure, leaves = tree_flatten(given, opened=self.request.opened)
+        structure, leaves = tree_flatten(given, opened=self.request.opened, held=self._held())
         if structure != before or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
             raise CaptureError(
                 "The step changes a container or an object among its arguments, which a graph would not do again.",
@@ -1008,14 +1005,3 @@ def _constants_of(node: fx.Node, gm: fx.GraphModule) -> tuple[str, ...]:
         return (str(value.tolist()),)
     given = (part for part in tree_leaves((node.args, node.kwargs)) if not isinstance(part, fx.Node))
     return (str(node.target), *map(str, given))
-
-
-def _containers(value: Any, opened: Container[type]) -> set[int]:
-    """By id, the containers and objects of opened classes within a value, and it."""
-    waiting, found = [value], set[int]()
-    while waiting:
-        value = waiting.pop()
-        if (is_open_container(value) or type(value) in opened) and id(value) not in found:
-            found.add(id(value))
-            waiting += parts_of(value)
-    return found

@@ -20,7 +20,7 @@ from torch import Tensor
 from millstream.data.transfer.layout import narrow_repeats
 from millstream.device import Place, StreamMarker
 from millstream.errors import FeedError
-from millstream.tree import as_tensors, name_leaf, tree_flatten
+from millstream.tree.batches import as_tensors, flatten_batch, name_leaf
 
 Transform = Callable[[Any], Any]
 """What a user does to each batch on the device before they get it."""
@@ -171,7 +171,7 @@ class HostTransfer(Transfer):
 
 def _make_tensors(batch: Any) -> tuple[list[Any], Any]:
     """The leaves of a batch, tensors for its arrays, and the batch with these: itself, if there is none."""
-    leaves, unflatten = tree_flatten(batch)
+    leaves, unflatten = flatten_batch(batch)
     tensors = as_tensors(batch, leaves)
     return tensors, unflatten(tensors) if any(map(is_not, tensors, leaves)) else batch
 

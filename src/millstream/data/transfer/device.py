@@ -41,7 +41,7 @@ from millstream.device import DeviceContext, Event, Stream, StreamMarker, tensor
 from millstream.device.drivers.base import Copies
 from millstream.device.native import filler
 from millstream.device.tensor_specs import TensorSpecs
-from millstream.tree import Unflatten, as_tensors, tree_flatten
+from millstream.tree.batches import Unflatten, as_tensors, flatten_batch
 
 MOST_KEPT_BYTES = 256 << 20
 """Of buffers on both sides, from pass to pass: making them takes a millisecond, and a copy of larger batches longer."""
@@ -146,12 +146,12 @@ class DeviceTransfer(Transfer):
         """
         kind = type(batch)
         # Of a list, all is looked at by compiled code: what else than tensors may be in it, looks like none of them.
-        leaves, unflatten = ([*batch], kind) if kind is list or kind is tuple else tree_flatten(batch)
+        leaves, unflatten = ([*batch], kind) if kind is list or kind is tuple else flatten_batch(batch)
         pending = DeviceBatch(unflatten, leaves)
         if self._specs is not None:
             pending.addresses = self._specs.find(leaves)
             if pending.addresses is None and unflatten is kind:  # there may be other containers in it
-                pending.leaves, pending.unflatten = tree_flatten(batch)
+                pending.leaves, pending.unflatten = flatten_batch(batch)
                 pending.addresses = self._specs.find(pending.leaves)
         if pending.addresses is None:
             return self._describe(batch)
@@ -163,7 +163,7 @@ class DeviceTransfer(Transfer):
         """Prepare a batch that looks like none before, or has more than what can be copied as it is."""
         staged: list[int] = []
         others: dict[int, Any] = {}
-        leaves, unflatten = tree_flatten(batch)
+        leaves, unflatten = flatten_batch(batch)
         leaves = as_tensors(batch, leaves)
         for i, leaf in enumerate(leaves):
             if outputs.can_be_staged(leaf):

@@ -18,7 +18,8 @@ from millstream.data.transfer.base import Transform
 from millstream.data.transfer.layout import is_plain, view_leaves
 from millstream.device import DeviceContext, Stream, StreamMarker
 from millstream.device.drivers.lending import see_alike, whole_storage
-from millstream.tree import Unflatten, as_tensor, name_leaf, tree_flatten
+from millstream.tree.arrays import as_tensor
+from millstream.tree.batches import Unflatten, flatten_batch, name_leaf
 
 if TYPE_CHECKING:
     from millstream.data.transfer.device import DeviceBatch, DeviceTransfer
@@ -68,7 +69,7 @@ def apply(transfer: DeviceTransfer, transform: Transform, pending: DeviceBatch, 
             moving = {i: leaf for i, leaf in others if not (isinstance(leaf, Tensor) and leaf.requires_grad)}
             leaves |= _move_all(moving, transfer.device, pending.unflatten, len(leaves))
             batch = transform(pending.unflatten([leaves[i] for i in range(len(leaves))]))
-            made, pending.unflatten = tree_flatten(batch)
+            made, pending.unflatten = flatten_batch(batch)
             made = [as_tensor(leaf) for leaf in made]
             made = [leaf.resolve_conj().resolve_neg() if is_plain(leaf) else leaf for leaf in made]
         finally:

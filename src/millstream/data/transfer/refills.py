@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from millstream.data.transfer.layout import extent_bytes, is_plain, narrow_repeats
-from millstream.tree import as_tensor, tree_flatten
+from millstream.tree.arrays import as_tensor
+from millstream.tree.batches import flatten_batch
 
 MAX_SPREAD = 4
 """A tensor that spans more than so many times its own bytes gets other strides when it is copied."""
@@ -55,7 +56,7 @@ class RefillWatch:
 
 
 def _tensors(batch: Any) -> list[Any]:
-    return [leaf for leaf in map(as_tensor, tree_flatten(batch)[0]) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in map(as_tensor, flatten_batch(batch)[0]) if isinstance(leaf, Tensor)]
 
 
 def _span(leaf: Tensor) -> tuple[int, int]:
@@ -67,7 +68,7 @@ def _span(leaf: Tensor) -> tuple[int, int]:
 
 def copy_batch(batch: Any) -> Any:
     """The same batch in memory of its own."""
-    leaves, unflatten = tree_flatten(batch)
+    leaves, unflatten = flatten_batch(batch)
     return unflatten([_copy(as_tensor(leaf)) for leaf in leaves])
 
 
