@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millstream.engine.promises import broken_promise
 from millstream.errors import GraphError
 from millstream.graph import Kernel
 from millstream.program import Program
@@ -76,12 +77,7 @@ class KernelCheck:
         layout = self._program.layout(name)
         if layout is None or (tuple(tensor.shape) == layout.size and tensor.dtype == layout.dtype):
             return
-        raise GraphError(
-            f"{what} is {tensor.dtype} {list(tensor.shape)}; it was captured as {layout.dtype} {list(layout.size)}. "
-            "If an operator of yours makes it, its fake implementation must return what the real one does.",
-            kernel=None if kernel is None else kernel.name,
-            buffer=name,
-        )
+        raise broken_promise(kernel, name, what, tensor, layout.size, layout.dtype)
 
     def _check_values(self, kernel: Kernel, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

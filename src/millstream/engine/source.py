@@ -31,9 +31,11 @@ from typing import Any, Protocol
 import torch
 
 from millstream._torch.devices.streams import current_stream_handle
+from millstream._torch.operators import is_users
 from millstream._torch.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret, tracked_view
 from millstream.device import DeviceContext, Event
 from millstream.engine.control import prepare
+from millstream.engine.promises import Promise, fit
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.lower.control_flow import Control
@@ -47,7 +49,7 @@ Observe = Callable[[int, Callable[[], Any], tuple[torch.Tensor, ...]], Any]
 
 #: Names that the text gives a meaning of its own, and those that become such with a number after them.
 _OWN_NAMES = re.compile(
-    r"run|inputs|results|torch|observe|enter|raw_stream|current_stream|fork"
+    r"run|inputs|results|pending|torch|observe|enter|raw_stream|current_stream|fork"
     r"|(stream|handle|event)(_\d+)?|(given_)?v(_.*)?|numbers|size_\d+"
 )
 
@@ -143,6 +145,7 @@ class Writer:
         self.bound = bound
         self.lines: list[str] = []
         self.events: list[Event] = []
+        self.pending = ["first call"]  # see ``Promise``
         self.num_numbers = 0  # that were kept out of the text
         self.names: dict[str, str] = {}  # value name -> Python name
         self.live: dict[str, list[str]] = {}  # storage -> Python names of the locals that hold it
@@ -172,6 +175,8 @@ class Writer:
         for name in sorted(self.program.aligned & self.program.mutated & self.names.keys() - self.bound.keys()):
             local, copy = self.names[name], self._global("copy_elements", copy_elements)
             self.lines.append(f"if {local} is not given_{local}: {copy}(given_{local}, {local})")
+        if "pending" in self.scope:
+            self.lines.append("if len(pending) == 1: pending.clear()")
         results = ", ".join(self._expression(item) for item in self.program.outputs)
         self.lines.append(f"return [{results}]")
 
@@ -261,15 +266,33 @@ class Writer:
         if self.observe is not None:
             text = self._observed(kernel, text)
         where = self.program.graph.kernels[kernel].source
-        text += f"  # {where}" if where else ""  # a traceback shows it
+        where = f"  # {where}" if where else ""  # a traceback shows it
         if not call.results:
-            self.lines.append(text)
+            self.lines.append(text + where)
         elif call.results[0][0] is None:
-            self.lines.append(f"{self._local(call.results[0][1])} = {text}")
+            self._write_result(kernel, call.results[0][1], text, where)
         else:
-            self.lines.append(f"results = {text}")
-            self.lines += [f"{self._local(name)} = results[{index}]" for index, name in call.results]
+            self.lines.append(f"results = {text}{where}")
+            for index, name in call.results:
+                self._write_result(kernel, name, f"results[{index}]")
             self.lines.append("del results")
+
+    def _write_result(self, kernel: int, name: str, text: str, where: str = "") -> None:
+        """Bind what an operator returns, as it has promised it to be; see ``promises``."""
+        layout, local = self.program.tensors.get(name), self._local(name)
+        if layout is None or self.program.graph.storage(name) != name:  # it is not strided, or a view of another
+            self.lines.append(f"{local} = {text}{where}")
+            return
+        is_always = is_users(self.program.calls[kernel].target)
+        promise = Promise(layout, name, self.program.graph.kernels[kernel], is_always, self.pending)
+        size, stride = self._expression(layout.size), self._expression(layout.stride)
+        fitted, rest = self._global("fit", fit), f"{size}, {stride}, {self._global('promise', promise)})"
+        if is_always:
+            self.lines.append(f"{local} = {fitted}({text}, {rest}{where}")
+            return
+        self.scope["pending"] = self.pending
+        self.lines.append(f"{local} = {text}{where}")
+        self.lines.append(f"if pending: {local} = {fitted}({local}, {rest}")
 
     def _observed(self, kernel: int, text: str) -> str:
         """Let the observer launch a kernel; if launching it again would change what it wrote, name all of that."""

@@ -28,6 +28,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from millstream._torch.operators import is_users
 from millstream._torch.tensors import (
     ALIGNMENT_BYTES,
     copy_elements,
@@ -36,6 +37,7 @@ from millstream._torch.tensors import (
     realign,
 )
 from millstream.engine.cpu.worker_pool import Library, WorkerPool, library
+from millstream.engine.promises import Promise, fit
 from millstream.engine.source import callee
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Kernel, Launch, Plan, Record, Wait
@@ -141,8 +143,16 @@ class _Values:
         call = self._program.calls[kernel]
         result = callee(call)(*self.fetch(call.args), **self.fetch(call.kwargs))
         for index, name in call.results:
-            tensor = result if index is None else result[index]
+            tensor = self._fit(kernel, name, result if index is None else result[index])
             self._library.set(self.plan, self.registers[name], ctypes.c_void_p(tensor._cdata))
+
+    def _fit(self, kernel: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A result as it was promised, see ``promises``."""
+        layout, entry = self._program.tensors.get(name), self._program.graph.kernels[kernel]
+        if layout is None or self._program.graph.storage(name) != name:
+            return tensor
+        promise = Promise(layout, name, entry, is_users(self._program.calls[kernel].target), [])
+        return fit(tensor, layout.size, layout.stride, promise)
 
     def bind(self, name: str) -> bool:
         """Whether a value stays in place from call to call; one that is a view of such a value becomes one."""
@@ -228,6 +238,8 @@ class _Builder:
         operator = operator_of(call, self._program.graph.kernels[kernel])
         arguments = None if operator is None else arguments_by_schema(operator, call)
         if operator is None or arguments is None or not all(map(is_simple, tree_leaves(arguments))):
+            return False
+        if is_users(operator):  # what it returns is to be looked at
             return False
         for argument in arguments:
             self._push(argument)

@@ -40,9 +40,10 @@ from millstream.progress import count
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
 #: Inductor must not hand a dead buffer on; but only Inductor knows which kernels may write over an input that dies with
-#: them, and that it does. The converter of 2.11 rejects assertion lines. Where kernels start early (programmatic
-#: dependent launch), Inductor places their waits for its own order of kernels on one stream: wrong for plans on
-#: several. A kernel that reduces rows and columns at once has a line of Python after it, which the converter rejects.
+#: them, and that it does. The converter of 2.11 rejects assertion lines, so engines compare what operators return
+#: themselves (``engine.promises``). Where kernels start early (programmatic dependent launch), Inductor places their
+#: waits for its own order of kernels on one stream: wrong for plans on several. A kernel that reduces rows and columns
+#: at once has a line of Python after it, which the converter rejects.
 OPTIONS: dict[str, Any] = {
     "triton.mix_order_reduction": False,
     "fx_wrapper": True,
