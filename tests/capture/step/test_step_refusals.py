@@ -763,3 +763,33 @@ def test_default_devices_have_graphs_of_their_own():
         ours(torch.zeros(2))
         ours(torch.zeros(2))
     assert [graph.num_runs for graph in ours.graphs] == [1, 2]
+
+
+def test_what_must_not_be_used_may_be_found():
+    layers = nn.Linear(4, 4), nn.Linear(4, 4)
+    layers[0].register_full_backward_hook(lambda *_: None)
+    layers[1].weight.register_hook(lambda gradient: gradient)
+    odd = [
+        *(torch.optim.LBFGS(nn.Linear(2, 2).parameters()), torch.optim.SparseAdam(nn.Linear(2, 2).parameters())),
+        *(nn.Embedding(3, 2, sparse=True), *layers),
+    ]
+
+    def use(x):
+        return sum(each(x).sum() for each in odd if isinstance(each, nn.Linear))
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x, is_odd):
+        loss = use(x) if is_odd else model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    ours = Step(step, build=interpret, strict=True)
+    for _ in range(2):
+        ours(torch.ones(1, 4), is_odd=False)
+    assert len(ours.graphs) == 1
+    with pytest.raises(CaptureError, match="LBFGS"):
+        ours(torch.ones(1, 4), is_odd=True)

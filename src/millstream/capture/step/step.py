@@ -12,7 +12,7 @@ import copy
 import functools
 import time
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -33,6 +33,7 @@ from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.lines import COMES_TO, claim, in_library, library_in
 from millstream.capture.state.discover import Found, discover
+from millstream.capture.state.executed import Ran
 from millstream.capture.state.lift import find_unlifted, lift
 from millstream.capture.state.location import Location
 from millstream.capture.state.signature import has_same, key_of, key_of_tensors, settings_of
@@ -67,7 +68,8 @@ from millstream.capture.trace.unsupported import (
     check_function,
     check_modes,
     check_profiler,
-    check_supported,
+    check_used,
+    find_unsupported,
     within_transform,
 )
 from millstream.data_parallel.reducer import Reducer
@@ -337,6 +339,13 @@ class Step(Generic[P, R]):
         yield self._name, self.function
         yield from call.objects()
 
+    def _search(self, roots: Sequence[tuple[str, Any]]) -> Found:
+        """What the roots reach; what the function's own code uses of it can be captured."""
+        found = discover(roots)
+        if unsupported := [*find_unsupported(found)]:
+            check_used(discover(roots, Ran({_code_of(self.function)})), unsupported)
+        return found
+
     def _optimizers(self, call: Call) -> list[Optimizer]:
         return [optimizer for _, optimizer in discover(self._roots(call)).optimizers]
 
@@ -486,7 +495,7 @@ class Step(Generic[P, R]):
             with undrawn(draw.generator for graph in self._cache for draw in graph.questions.draws):
                 if self._cache.find(call.key, call.arguments, call.given) is not None:
                     return
-            found = _search(self._roots(call))
+            found = self._search([*self._roots(call)])
             optimizers = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
             try:
                 with pretended_state(optimizers):
@@ -560,7 +569,7 @@ class Step(Generic[P, R]):
         watch_wrapping(self)
         try:
             with tracing_alone():
-                found = _search(self._roots(call))
+                found = self._search([*self._roots(call)])
                 check_function(self.function)
                 check_modes()
                 if self._is_unready(found, is_trial=is_trial):
@@ -571,7 +580,7 @@ class Step(Generic[P, R]):
                 phase("tracing")
                 graph = self._trace(call, found, counts, dimensions)
                 if self._calls.hold_among(call, graph.containers):
-                    graph = self._trace(call, _search(self._roots(call)), counts, {})
+                    graph = self._trace(call, self._search([*self._roots(call)]), counts, {})
             arguments, results = build_and_run(self._build, call, graph, is_trial=is_trial)
         except BaseException:
             counts.undo()
@@ -643,7 +652,7 @@ class Step(Generic[P, R]):
             except FoundLate as late:
                 roots.append((late.name, late.value))
                 where = late.where
-                found = _search(roots)
+                found = self._search(roots)
             except NumbersChanged as changed:
                 self._state.note_counts(found, changed.locations)
             except TypesCompared as compared:
@@ -658,7 +667,7 @@ class Step(Generic[P, R]):
                         f"Another thread writes to {other.location} while the step is captured.",
                         remedy="Let it wait for the first calls of the step, or pass what it writes as an argument.",
                     ) from None
-                found = _search(roots)
+                found = self._search(roots)
                 is_lifted = any(number.location == other.location for number in request.numbers)
                 if not is_lifted and other.location.key is not None and is_number(other.location.get()):
                     self._state.note_reads(found, [other.location])
@@ -730,13 +739,6 @@ class Step(Generic[P, R]):
             with contextlib.suppress(CaptureError):  # then there never was a graph
                 for optimizer in self._optimizers(call):
                     move_counts_to_host(optimizer)
-
-
-def _search(roots: Iterable[tuple[str, Any]]) -> Found:
-    """What the roots reach, which can be captured."""
-    found = discover(roots)
-    check_supported(found)
-    return found
 
 
 def _code_of(function: Callable[..., Any]) -> Any:

@@ -130,7 +130,7 @@ from millstream.capture.trace.stand_ins import StandIns
 from millstream.capture.trace.switches import SwitchWatch
 from millstream.capture.trace.tensors import Leaving, writes_host
 from millstream.capture.trace.twins import Twins, fake_of, is_traced, real_of
-from millstream.capture.trace.unsupported import check_sources
+from millstream.capture.trace.unsupported import Unsupported, check_used, find_unsupported
 from millstream.capture.trace.ways import Ways, are_effects_alike, check_alike, join_effects, join_gradients
 from millstream.errors import CaptureError, DataParallelError, without_frames
 from millstream.locks import TRACING, unknown_before
@@ -208,6 +208,7 @@ class _Tracer:
     stepped: list[Optimizer] = field(default_factory=list)
     failure: Exception | None = None
     ran: Ran = field(default_factory=lambda: Ran(attributes={}))
+    unsupported: list[Unsupported] = field(init=False)  # what was found that must not be used
     numbers: list[Any] = field(default_factory=list)
     users_scalars: dict[int, GraphScalar] = field(default_factory=dict)
     users_readers: dict[int, Callable[[], Any]] = field(default_factory=dict)
@@ -236,6 +237,7 @@ class _Tracer:
     others: list[_Tracer] = field(default_factory=list)  # that have traced the other ways of branches
 
     def __post_init__(self) -> None:
+        self.unsupported = [*find_unsupported(self.request.found)]
         self.unlifted = find_unlifted(self.request.found)
         self.questions = Questions(self._new_input)
         self.questions.texts.style = self.request.style
@@ -582,7 +584,7 @@ class _Tracer:
             self.snapshot.add(found)
             self.record_files(found)
             self.random_state.add(found)
-        self._check_sources()
+        self._check_used()
 
     def _check_comparisons(self, frame: FrameType) -> None:
         """Stop before code that asks of what type a number is, where scalars stand for some.
@@ -686,10 +688,10 @@ class _Tracer:
         if self.questions.texts.made:
             self._report(text_changed(_line_of(frame)))
 
-    def _check_sources(self) -> None:
-        if self.request.found.sources:
+    def _check_used(self) -> None:
+        if self.unsupported or self.request.found.sources:
             try:
-                check_sources(discover(self.request.roots, Ran(self.ran.codes)))
+                check_used(discover(self.request.roots, Ran(self.ran.codes)), self.unsupported)
             except CaptureError as error:
                 self._report(error)
 
@@ -903,7 +905,7 @@ class _Tracer:
         if self.unsettled is not None:
             raise self.unsettled
         used = discover(self.request.roots, self.ran)
-        check_sources(used)
+        check_used(used, self.unsupported)
         values = self.changes.numbers_now(used)
         arguments = {*map(id, self.request.arguments)}
         for entry in lift(used):

@@ -1,10 +1,10 @@
-"""What is known to be impossible to capture, refused before anything is tried."""
+"""What is known to be impossible to capture, refused before code runs that uses it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,37 +26,69 @@ from millstream.capture.step.request import NotNow
 from millstream.capture.trace.patches.data_parallel import uses_own_reducer
 from millstream.errors import CaptureError
 
+Unsupported: TypeAlias = tuple[Any, CaptureError]
+"""Something that must not be used, or ``None`` for all modules; and why."""
 
-def check_supported(found: Found) -> None:
-    """Refuse optimizers that read values, and what autograd would run in eager mode and a trace not see.
+
+def find_unsupported(found: Found) -> Iterator[Unsupported]:
+    """Optimizers that read values, and what autograd would run in eager mode and a trace not see.
 
     Raises:
-        CaptureError: Something in ``found`` is of that kind.
+        CaptureError: There is what cannot even be left alone.
     """
     for name, optimizer in found.optimizers:
         if isinstance(optimizer, LBFGS):
-            raise CaptureError(
+            error = CaptureError(
                 f"{name} is LBFGS, which evaluates its closure as often as the values demand.",
                 remedy="Run this step without ms.step.",
             )
+            yield optimizer, error
         if isinstance(optimizer, SparseAdam):
-            raise CaptureError(
+            error = CaptureError(
                 f"{name} is SparseAdam, whose gradients are sparse.",
                 remedy="Use Adam, and embeddings that are not sparse.",
             )
-    if found.modules and has_global_backward_hooks():
-        raise CaptureError(
+            yield optimizer, error
+    if has_global_backward_hooks():
+        error = CaptureError(
             "All modules have a backward hook, which would not run in a graph.", remedy="Remove the hook."
         )
+        yield None, error
     for name, root in found.modules:
-        _check_module(name, root)
+        yield from _in_module(name, root)
     for name, tensor in _tensors_of(found):
         if not is_lazy(tensor) and (has_tensor_hooks(tensor) or has_accumulation_hooks(tensor)):
-            raise CaptureError(
+            error = CaptureError(
                 f"{name} has a hook on its gradient, which would not run in a graph.",
                 remedy="Remove the hook and change the gradient in the step, after backward.",
             )
-    _check_data_parallel(found)
+            yield tensor, error
+    yield from _in_data_parallel(found)
+
+
+def check_used(used: Found, unsupported: Sequence[Unsupported]) -> None:
+    """Refuse what must not be used, and iterators and queues, which give each item once.
+
+    Args:
+        used: What the code that runs may use.
+        unsupported: What must not be, of all that the step reaches.
+
+    Raises:
+        CaptureError: It is there.
+    """
+    for name in used.sources:
+        raise CaptureError(
+            f"The step takes its data from an iterator, {name}.", remedy="Pass the batch as an argument instead."
+        )
+    if not unsupported:
+        return
+    objects: list[Any] = [optimizer for _, optimizer in used.optimizers]
+    objects += (module for _, root in used.modules for module in root.modules())
+    objects += (tensor for _, tensor in _tensors_of(used))
+    there = {*map(id, objects)}
+    for each, error in unsupported:
+        if id(each) in there or (each is None and used.modules):
+            raise error
 
 
 def check_function(function: Callable[..., Any]) -> None:
@@ -110,34 +142,23 @@ def check_profiler() -> None:
         raise NotNow(error)
 
 
-def check_sources(found: Found) -> None:
-    """Refuse iterators and queues, which give each item once.
-
-    Raises:
-        CaptureError: There is one in ``found``.
-    """
-    for name in found.sources:
-        raise CaptureError(
-            f"The step takes its data from an iterator, {name}.", remedy="Pass the batch as an argument instead."
-        )
-
-
-def _check_module(name: str, root: nn.Module) -> None:
+def _in_module(name: str, root: nn.Module) -> Iterator[Unsupported]:
     for path, module in root.named_modules(prefix=name):
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule):  # nor does what compares modules with what they were
             raise CaptureError(
                 f"{path} is a module of torch.jit, which no trace sees into.", remedy="Use the module it was made from."
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise CaptureError(f"{path} gives sparse gradients.", remedy="Make it with sparse=False.")
+            yield module, CaptureError(f"{path} gives sparse gradients.", remedy="Make it with sparse=False.")
         if has_backward_hooks(module):
-            raise CaptureError(
+            error = CaptureError(
                 f"{path} has a backward hook, which would not run in a graph.", remedy="Remove the hook."
             )
+            yield module, error
 
 
-def _check_data_parallel(found: Found) -> None:
-    """Refuse parameters whose gradients a wrapper averages between processes in a way that no graph has.
+def _in_data_parallel(found: Found) -> Iterator[Unsupported]:
+    """Parameters whose gradients a wrapper averages between processes in a way that no graph has.
 
     A ``DistributedDataParallel`` that the step reaches is captured, if its settings allow it; where the step goes
     around its wrapper, nobody can know whether it is to be averaged.
@@ -148,19 +169,20 @@ def _check_data_parallel(found: Found) -> None:
     for wrapper in wrappers:
         is_captured = isinstance(wrapper, DistributedDataParallel) and id(wrapper) in reached
         if is_captured and (obstacle := why_not_ours(wrapper)) != "":
-            raise uses_own_reducer(type(wrapper.module).__name__, obstacle)
+            yield wrapper, uses_own_reducer(type(wrapper.module).__name__, obstacle)
         for parameter in wrapper.parameters():
             owners.setdefault(id(parameter), []).append(wrapper)
     for name, tensor in _tensors_of(found):
         those = owners.get(id(tensor), [])
         if those and not any(isinstance(each, DistributedDataParallel) and id(each) in reached for each in those):
             kind = type(those[0]).__name__
-            raise CaptureError(
+            error = CaptureError(
                 f"{name} belongs to {kind}, which averages gradients between processes while backward runs; "
                 "a captured step would train each process on its own.",
                 remedy=f"Let the step call the {kind} itself, or compile the model instead, ms.compile(model) around "
                 f"{kind}, and leave the step to Python.",
             )
+            yield tensor, error
 
 
 def _tensors_of(found: Found) -> Iterator[tuple[str, Tensor]]:
