@@ -16,9 +16,8 @@ from millstream.engine.arena import GRAIN_BYTES, HEADROOM, Arena, lay_out
 from millstream.engine.cuda import captured, cuda_graph
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
-from millstream.engine.planning.choice import Scheduling
 from millstream.graph import Role
-from millstream.schedule import plan_serial
+from millstream.schedule import Scheduling, plan_serial
 from tests import networks
 
 WIDTH = 16

@@ -18,14 +18,14 @@ from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, roofline
 from millstream.engine.arena import bind_arena
-from millstream.engine.cpu import threads_native
+from millstream.engine.cpu import cpu_choice, threads_native
 from millstream.engine.cpu.threads_native import compile_threads
 from millstream.engine.cpu.worker_pool import intra_op_threads, worker_pool
-from millstream.engine.planning import cpu_choice
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN
 from millstream.lower.inductor.fx_wrapper import NativeKernel, for_threads
 from millstream.schedule import assign_offsets, plan_graph
+from millstream.schedule.choose import Rules
 from tests import networks
 from tests.clocks import HANG_S
 from tests.engines.test_step import OPTIMIZERS, train
@@ -444,9 +444,7 @@ class Draws(torch.nn.Module):
 def test_auto_tries_without_a_trace_and_keeps_the_faster(monkeypatch, is_faster):
     torch.set_num_threads(2)
     try:
-        monkeypatch.setattr(cpu_choice.CpuPlanner, "_is_promising", lambda _, candidate: candidate.plan.num_streams > 1)
-        monkeypatch.setattr(cpu_choice, "PROMISE", -1.0)
-        monkeypatch.setattr(cpu_choice, "MARGIN", -1e9 if is_faster else 1.0)
+        monkeypatch.setattr(cpu_choice, "ON_CPU", Rules(-1e9, -1e9, margin=-1e9 if is_faster else 1.0))
         for kind in (networks.Inception, Draws):
             results = []
             for engine in ("serial", None):

@@ -8,10 +8,10 @@ import millstream as ms
 from millstream.api.explaining import executables
 from millstream.check import check_plan
 from millstream.cost import Roofline
-from millstream.engine.planning.choice import Scheduling, propose
 from millstream.errors import ArgumentError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Launch, Role, format_graph, parse_graph
-from millstream.schedule import plan_graph
+from millstream.schedule import Scheduling, plan_graph
+from millstream.schedule.choose import propose
 
 
 class Towers(nn.Module):

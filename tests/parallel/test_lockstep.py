@@ -20,10 +20,12 @@ from millstream.data_parallel.hyperparameters import NOT_KNOWN, Hyperparameters,
 from millstream.engine.parallel import lockstep
 from millstream.engine.parallel.communicators import choose_communicator
 from millstream.engine.parallel.lockstep import LockstepTrials, propose_together, recall_together, together
-from millstream.engine.planning import choice, trial
-from millstream.engine.planning.choice import Scheduling, choose
+from millstream.engine.planning import trial
 from millstream.errors import ArgumentError, DataParallelError
 from millstream.graph import CHOSEN, Buffer, Kernel, KernelGraph, KernelKind, Role
+from millstream.schedule import Scheduling, plan_serial
+from millstream.schedule import choose as choice
+from millstream.schedule.choose import choose
 from tests.parallel.threads import in_both
 
 
@@ -183,7 +185,7 @@ def test_a_switch_that_another_thread_sets_meanwhile_is_a_failure(pair):
 def test_candidate_plans_can_be_made_again_from_their_recipes():
     graph = towers(0)
     costs = Roofline().estimate(graph)
-    budget = Scheduling().budget_bytes(choice.plan_serial(graph))
+    budget = Scheduling().budget_bytes(plan_serial(graph))
     serial, *others = choice.propose(graph, replace(costs, wait_ns=100), Scheduling())
     assert serial.recipe is None
     for each in others:

@@ -6,9 +6,9 @@ from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.engine import Engine
 from millstream.engine.parallel.agreed import AgreedEngine
-from millstream.engine.planning.choice import HAND_STREAMS, Scheduling
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
+from millstream.schedule import HAND_STREAMS, Scheduling
 
 __all__ = [
     "ENGINES",

@@ -18,13 +18,12 @@ from millstream.engine.cpu.worker_pool import find_library
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.engine import Engine
-from millstream.engine.planning.choice import HAND_STREAMS, MOST_STREAMS, Scheduling
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
 from millstream.errors import ArgumentError
 from millstream.graph import KernelKind, Plan
 from millstream.lower import Lowered
-from millstream.schedule import peak_bytes, plan_alike, plan_graph, plan_serial
+from millstream.schedule import HAND_STREAMS, MOST_STREAMS, Scheduling, peak_bytes, plan_alike, plan_graph, plan_serial
 
 #: Names that ``engine=`` and ``MILLSTREAM_ENGINE`` accept.
 ENGINES = ("serial", "streams", "graph", "threads")

@@ -30,10 +30,9 @@ from millstream.engine.cuda.in_place import (
     InPlaceCache,
 )
 from millstream.engine.cuda.replayer import Replayer, are_apart, bytes_in_place
-from millstream.engine.planning.choice import Scheduling
 from millstream.errors import CaptureError, DeviceError, PlanError
 from millstream.lower import Phase
-from millstream.schedule import plan_serial
+from millstream.schedule import Scheduling, plan_serial
 from tests import networks
 from tests.engines.become import become
 

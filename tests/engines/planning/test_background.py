@@ -11,9 +11,9 @@ from millstream.cost import Roofline
 from millstream.engine.cuda import cuda_graph
 from millstream.engine.cuda.captured import Family
 from millstream.engine.planning.background import SHARE, Background
-from millstream.engine.planning.choice import Scheduling, propose
 from millstream.errors import ArgumentError
-from millstream.schedule import plan_serial
+from millstream.schedule import Scheduling, plan_serial
+from millstream.schedule.choose import propose
 from tests.engines.become import become
 
 

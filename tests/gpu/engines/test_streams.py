@@ -12,9 +12,9 @@ from benchmarks.identity import copied, record, run
 from millstream.api import executables
 from millstream.engine import CudaGraphEngine, Scheduling
 from millstream.engine.cuda import captured, cuda_graph, in_place
-from millstream.engine.planning import choice, planner
+from millstream.engine.planning import planner
 from millstream.engine.planning.trial import Trials
-from millstream.schedule import plan_serial
+from millstream.schedule import choose, plan_serial
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, assert_trained_alike, train
 from tests.engines.test_views import rotate, transform
@@ -377,7 +377,7 @@ def test_out_of_memory_during_trials_never_reaches_the_user(monkeypatch, number)
     """At the capture on one stream; at that of the first candidate; at that of the second."""
     failing = FailsOnce(number)
     monkeypatch.setattr(cuda_graph, "Captured", failing)
-    monkeypatch.setattr(choice, "HOPEFUL", 100.0)  # so that there is a second candidate to try
+    monkeypatch.setattr(choose, "HOPEFUL", 100.0)  # so that there is a second candidate to try
     model, x, expected = towers()
     y, executable = called(ms.compile(model, strict=True), x, times=5)
     networks.assert_close(y, expected, 1e-4)

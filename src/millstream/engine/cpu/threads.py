@@ -17,16 +17,15 @@ import torch
 
 from millstream.cost import Costs
 from millstream.engine.arena import Arena, bind_arena
+from millstream.engine.cpu.cpu_choice import MEASURED_CALLS, CpuPlanner
 from millstream.engine.cpu.threads_native import Runner, compile_threads
 from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
 from millstream.engine.engine import Engine
-from millstream.engine.planning.choice import Scheduling
-from millstream.engine.planning.cpu_choice import MEASURED_CALLS, CpuPlanner
 from millstream.engine.serial import SerialEngine
 from millstream.engine.source import Run, compile_plan
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered
-from millstream.schedule import assign_offsets
+from millstream.schedule import Scheduling, assign_offsets
 
 MOST_WORKERS = 8  # threads on which dispatching kernels, which only one can do at a time, is not yet all they do
 

@@ -20,11 +20,11 @@ from millstream._torch.tensors import (
 from millstream.device import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.cuda_graphs.spread import spread_kernels
+from millstream.device.cuda_graphs.workspaces import take_workspaces
 from millstream.device.drivers.base import GraphPool
 from millstream.engine.arena import Arena, User, bind_arena, bind_buffers, lay_out, view_memory
 from millstream.engine.cuda.batched_copy import make_batched_copy
 from millstream.engine.cuda.graph_io import GraphIO, make_graph_io
-from millstream.engine.cuda.workspaces import take_workspaces
 from millstream.engine.source import compile_plan
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase

@@ -49,7 +49,6 @@ from millstream.engine.cuda.captured import Captured, Family
 from millstream.engine.cuda.replayer import Replayer, bytes_in_place
 from millstream.engine.engine import Engine
 from millstream.engine.planning.background import Background
-from millstream.engine.planning.choice import CandidatePlan, Scheduling
 from millstream.engine.planning.planner import Planner
 from millstream.engine.planning.trial import Trials
 from millstream.engine.serial import SerialEngine
@@ -57,7 +56,8 @@ from millstream.engine.unchanged import replays_unchanged, unchanged
 from millstream.errors import DeviceError, InternalError, PlanError
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered, Phase
-from millstream.schedule import peak_bytes
+from millstream.schedule import Scheduling, peak_bytes
+from millstream.schedule.choose import CandidatePlan
 
 #: After so many captures because parameters moved, they are copied into slots like any other input.
 MAX_CAPTURES = 4

@@ -39,13 +39,13 @@ from millstream.engine.parallel.whole import (
     digest_of,
     merge_lowered,
 )
-from millstream.engine.planning.choice import Scheduling
 from millstream.engine.traced import trace_host, trace_replays
 from millstream.engine.unchanged import unchanged
 from millstream.errors import LoweringError
 from millstream.graph import Timeline
 from millstream.lower import Lowered
 from millstream.lower.segments import Segments
+from millstream.schedule import Scheduling
 from millstream.simulate import with_collectives
 
 OFFER, REPLAY = 1 << 40, 2 << 40

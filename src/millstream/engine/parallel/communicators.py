@@ -17,7 +17,7 @@ from millstream.data_parallel.board import NotTogetherError
 from millstream.data_parallel.communicators import AUTO, GROUP, OWN, Communicator, communicator_wanted, communicators_of
 from millstream.data_parallel.exchange import Exchange
 from millstream.engine.parallel.lockstep import WHAT, LockstepTrials, together
-from millstream.engine.planning.choice import MARGIN
+from millstream.schedule.choose import ON_GPU
 
 TRIED = (None, 16, 8)
 """Most thread blocks (CTAs) of those that are tried; ``None``: as many as NCCL chooses, on an H100 up to 24. With fewer
@@ -86,7 +86,7 @@ def choose_communicator(
         times = times or [(None, best_ns / 1e6)]
         share = best_share * own_ns / best_ns
         times.append((own, share * times[0][1]))
-        if share < (best_share if best is not None else 1 - MARGIN):
+        if share < (best_share if best is not None else 1 - ON_GPU.margin):
             best, best_share = own, share
     if trials is not None and trials.ran:
         trials.forget()

@@ -23,11 +23,11 @@ from millstream.data_parallel.board import NotTogetherError
 from millstream.device import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.engine.cuda.captured import Captured
-from millstream.engine.planning.choice import CandidatePlan, Found, Recipe, Scheduling, from_json, plan_by, propose
 from millstream.engine.planning.trial import Trials, Way, compare
 from millstream.graph import KernelGraph, KernelKind
 from millstream.program import Program
-from millstream.schedule import peak_bytes
+from millstream.schedule import Scheduling, peak_bytes
+from millstream.schedule.choose import CandidatePlan, Found, Recipe, from_json, plan_by, propose
 
 WHAT = "capture a step with its collectives"
 """What others are waited for to do."""

@@ -33,15 +33,15 @@ from millstream.engine.parallel.lockstep import (
     together,
 )
 from millstream.engine.parallel.watchdog import Watchdog, watchdog_of
-from millstream.engine.planning.choice import Found, Scheduling, choice_key, choose, to_json
-from millstream.engine.planning.store import Store
+from millstream.engine.planning.store import Store, choice_key
 from millstream.engine.serial import SerialEngine
 from millstream.engine.unchanged import replays_unchanged
 from millstream.graph import Candidate, KernelKind, Plan
 from millstream.lower import Lowered, Phase
 from millstream.lower.merging import merge
 from millstream.lower.segments import Segments
-from millstream.schedule import plan_serial
+from millstream.schedule import Scheduling, plan_serial
+from millstream.schedule.choose import Found, choose, to_json
 
 
 def merge_lowered(segments: Segments, executables: Sequence[Engine | None], exchanges: Sequence[Any]) -> Lowered:

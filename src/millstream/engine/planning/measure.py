@@ -19,7 +19,7 @@ from millstream.cost import KernelCost, MeasuredCosts
 from millstream.device import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.cuda_graphs.occupancy import filled_share
-from millstream.engine.cuda.workspaces import take_workspaces
+from millstream.device.cuda_graphs.workspaces import take_workspaces
 from millstream.engine.unchanged import may_count, rewinding
 from millstream.graph import Kernel, KernelGraph
 from millstream.program import Program

@@ -10,26 +10,26 @@ from typing import Any
 from millstream.check import check_plan
 from millstream.cost import Costs, CostTable, KernelCost, MeasuredCosts, Roofline
 from millstream.device import DeviceContext, guard
-from millstream.engine.planning.choice import (
-    CandidatePlan,
-    Found,
-    Scheduling,
-    Trial,
-    at_once,
-    calibrate,
-    choice_key,
-    choose_stepwise,
-    from_json,
-    propose,
-    to_json,
-)
 from millstream.engine.planning.measure import CostMeter, to_measure
-from millstream.engine.planning.store import Store
+from millstream.engine.planning.store import Store, choice_key
+from millstream.engine.planning.trial import Trials
 from millstream.engine.source import compile_plan
-from millstream.graph import CHOSEN, Candidate, Plan
+from millstream.graph import Candidate, Plan
 from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered
 from millstream.progress import showing
+from millstream.schedule import Scheduling
+from millstream.schedule.choose import (
+    CandidatePlan,
+    Found,
+    at_once,
+    calibrate,
+    choose_stepwise,
+    from_json,
+    propose,
+    take_predicted,
+    to_json,
+)
 
 SHARE_OF_COMPILING, LEAST_S = 0.1, 1.0  # trials end after this part of the time that compiling took, or this many s
 
@@ -72,11 +72,11 @@ class Planner:
         self.error = meter.error
         return outputs
 
-    def settle(self, trial: Trial) -> CandidatePlan:
+    def settle(self, trial: Trials[Plan]) -> CandidatePlan:
         """Do what ``settle_stepwise`` does without a pause."""
         return at_once(self.settle_stepwise(trial))
 
-    def settle_stepwise(self, trial: Trial) -> Generator[None, None, CandidatePlan]:
+    def settle_stepwise(self, trial: Trials[Plan]) -> Generator[None, None, CandidatePlan]:
         """Choose the plan: by trials, or by prediction where the user says how many streams.
 
         Yields:
@@ -87,13 +87,10 @@ class Planner:
         if self._scheduling.streams is None:
             best, self.candidates = yield from self._choose(self.costs, trial)
             return best
-        candidate_plans = propose(graph, self.costs, self._scheduling)
-        best = candidate_plans[min(1, len(candidate_plans) - 1)]
-        check_plan(best.plan)
-        self.candidates = tuple(p.describe(CHOSEN if p is best else "not asked for") for p in candidate_plans)
+        best, self.candidates = take_predicted(propose(graph, self.costs, self._scheduling))
         return best
 
-    def _choose(self, costs: Costs, trial: Trial) -> Generator[None, None, Found]:
+    def _choose(self, costs: Costs, trial: Trials[Plan]) -> Generator[None, None, Found]:
         """Choose as before, if this program was planned before; otherwise by trials."""
         graph = self._lowered.program.graph
         key = choice_key(self._lowered.program, self._scheduling)

@@ -17,8 +17,13 @@ import torch
 
 from millstream.cache import cache_folder, write
 from millstream.cost import CostTable, format_table, parse_table
+from millstream.device.cuda_graphs.spread import BESIDE, SMALL
 from millstream.errors import ArgumentError
+from millstream.graph import format_graph
 from millstream.lower.inductor import tuning
+from millstream.program import Program
+from millstream.schedule import Scheduling
+from millstream.schedule.choose import STREAM_COUNTS, TRIED_POLICIES, VARIANTS
 
 
 class Store:
@@ -70,3 +75,10 @@ def versions() -> dict[str, str]:
     from millstream.kernels import registry  # and with it Inductor, which by now is there
 
     return {**tuning.versions(), "kernels": registry.version()}
+
+
+def choice_key(program: Program, scheduling: Scheduling) -> str:
+    """What a choice is found by: everything that it depends on beside device and versions."""
+    codes = [program.code(kernel.id) for kernel in program.graph.kernels]
+    text = f"{format_graph(program.graph)}{codes}{scheduling}{STREAM_COUNTS}{TRIED_POLICIES}{VARIANTS}{SMALL}{BESIDE}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

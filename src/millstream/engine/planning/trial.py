@@ -11,9 +11,9 @@ import torch
 
 from millstream.device import DeviceContext
 from millstream.engine.cuda.captured import Captured
-from millstream.engine.planning.choice import CandidatePlan
 from millstream.engine.unchanged import unchanged
 from millstream.program import Program
+from millstream.schedule.choose import CandidatePlan
 
 WARM_UPS = 2
 LEAST_SAMPLES, MOST_SAMPLES = 7, 25
@@ -59,9 +59,9 @@ class Trials(Generic[Way]):
         times = self.time(self._serial, self._serial)
         return times[1] if times else None
 
-    def compare(self, candidate: CandidatePlan, best: CandidatePlan) -> tuple[int, int] | None:
-        """Time a plan and the best so far in turn; ``None`` when one of them cannot be captured."""
-        return self.time(candidate.plan, best.plan)  # type: ignore[arg-type]  whoever compares candidates captures plans
+    def compare(self, candidate: CandidatePlan, best: CandidatePlan) -> tuple[int, int] | str:
+        times = self.time(candidate.plan, best.plan)  # type: ignore[arg-type]  whoever compares candidates captures plans
+        return times or "could not be captured"
 
     def time(self, way: Way, best: Way) -> tuple[int, int] | None:
         """Time one way and the best so far in turn, in ns; ``None`` when one of them cannot be captured."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from millstream.device import DeviceContext, guard
+from millstream.device.context import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
+from millstream.device.guard import guard
 from millstream.graph import KernelKind
 from millstream.program import Program
 

@@ -2,44 +2,40 @@
 
 **Contract**
 - Nothing is planned where the longest chain takes nearly all of the time: chains cost nothing but a look.
-- Nothing is tried unless a simulated plan is faster by ``PROMISE``, first if kernels took no longer with their part of
-  the intra-op threads, then as they were measured with it.
+- Nothing is tried unless a simulated plan is faster by what ``ON_CPU`` demands, first if kernels took no longer with
+  their part of the intra-op threads, then as they were measured with it.
 - Trials work on the caller's inputs; afterwards memory and generator are what they were. They end after a bounded time.
-- Several threads must be faster by ``MARGIN``, and give the same bits.
+- Several threads must give the same bits.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 from typing import Any
 
 import torch
 
-from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.engine.arena import bind_arena
 from millstream.engine.cpu.threads_native import Runner
 from millstream.engine.cpu.worker_pool import intra_op_threads
-from millstream.engine.planning.choice import CandidatePlan, Scheduling
 from millstream.engine.source import compile_plan
 from millstream.engine.unchanged import unchanged
-from millstream.graph import CHOSEN, Candidate, Plan
+from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered
 from millstream.program import Program
-from millstream.schedule import assign_offsets, critical_path_ns, peak_bytes, plan_graph
-from millstream.simulate import simulate
+from millstream.schedule import Scheduling, assign_offsets
+from millstream.schedule.choose import ON_CPU, CandidatePlan, choose, propose_threads, take_predicted
 
 MEASURED_CALLS = 2  # the first one warms up
-PROMISE = 0.10  # by so much a plan must be faster in the simulator to be tried
-MARGIN = 0.03  # by so much it must be faster in fact: the noise of a machine that does other things too
 MOST_SAMPLES, LEAST_SAMPLES = 15, 3  # pairs of timed runs
 SETTLE_S = 0.008  # before each: so long OpenMP's threads, and this engine's, look for work after what ran before
 TIMED_RUNS = 3  # the median of which is a sample
 SHARE_OF_COMPILING, LEAST_S = 0.1, 0.3  # trials end after this part of the time that compiling took, or this many s
-GRANULE_BYTES = 64 << 20  # of host memory: so much more never counts as too much, unless a budget is given in bytes
 
 
 class Meter:
@@ -83,9 +79,8 @@ class CpuPlanner:
 
     def predict(self) -> Plan:
         """Return the plan for the streams asked for, by what was measured."""
-        serial, candidate = self._propose(self.meter)
-        self.candidates = (serial.describe("not asked for"), candidate.describe(CHOSEN))
-        return candidate.plan
+        best, self.candidates = take_predicted(self._propose(self.meter))
+        return best.plan
 
     def choose(self, inputs: Sequence[Any], serial: Runner, prepare: Callable[[Plan, int], Runner]) -> Plan:
         """Choose between the serial plan and one on several streams.
@@ -95,56 +90,35 @@ class CpuPlanner:
             serial: Runs the serial plan.
             prepare: Compiles another one, to be run with so many intra-op threads a stream.
         """
-        durations = [least or 0 for least in self.meter.least_ns]
-        costs = Costs(tuple(map(KernelCost, durations)))
-        if critical_path_ns(self._serial.graph, costs) > (1 - PROMISE) * self._serial_ns:
+        costs = Costs(tuple(KernelCost(least or 0) for least in self.meter.least_ns))
+        if ON_CPU.leaves_nothing_to_gain(self._serial.graph, costs, self._serial_ns):
             return self._serial
-        base, candidate = self._propose(self.meter)
-        serial_costs = self.costs
-        outcome, own_ns, base_ns = "predicted to be slower", None, None
+        candidate_plans, serial_costs = self._propose(self.meter), self.costs
         share = max(self.num_threads // self._num_streams, 1)
-        if self._is_promising(candidate):
+        if any(each.is_promising(candidate_plans[0], ON_CPU) for each in candidate_plans[1:]):
             with intra_op_threads(share):
-                meter = self._measure(inputs)
-            _, candidate = self._propose(meter)
-            if self._is_promising(candidate):
-                try:
-                    outcome, own_ns, base_ns = self._try(inputs, serial, prepare(candidate.plan, share), share)
-                except Exception as error:  # noqa: BLE001  whatever a kernel raises, it is for the caller's own run
-                    outcome = f"failed: {error}"
-        is_chosen = outcome == CHOSEN
-        told = base.describe("slower" if is_chosen else CHOSEN, base_ns), candidate.describe(outcome, own_ns)
-        self.candidates = told if candidate.plan.num_streams > 1 else told[:1]
-        if not is_chosen:
+                candidate_plans = self._propose(self._measure(inputs))
+        trial = _Trial(self._lowered, inputs, serial, prepare, share)
+        best, self.candidates = choose(candidate_plans, trial, inf, ON_CPU)
+        if best is candidate_plans[0]:
             self.costs = serial_costs  # not those of kernels with a part of the threads, which run no more
             return self._serial
         self.num_threads = share
-        return candidate.plan
-
-    def _is_promising(self, candidate: CandidatePlan) -> bool:
-        return candidate.plan.num_streams > 1 and candidate.predicted_ns <= (1 - PROMISE) * self._serial_ns
+        return best.plan
 
     @property
     def _serial_ns(self) -> int:
         return sum(filter(None, self.meter.least_ns))
 
-    def _propose(self, meter: Meter) -> tuple[CandidatePlan, CandidatePlan]:
-        graph = self._serial.graph
-        estimate = Roofline().estimate(graph)
+    def _propose(self, meter: Meter) -> list[CandidatePlan]:
+        estimate = Roofline().estimate(self._serial.graph)
         share = 1 / self._num_streams  # of the cores, and of what else they have in common
         kernels = (
             KernelCost(cost.duration_ns if measured is None else measured, share, share)
             for measured, cost in zip(meter.least_ns, estimate.kernels, strict=True)
         )
         self.costs = replace(estimate, kernels=tuple(kernels))
-        budget = self._scheduling.budget_bytes(self._serial)
-        if isinstance(self._scheduling.memory, float):
-            budget = max(budget, peak_bytes(self._serial) + GRANULE_BYTES)
-        policy = self._scheduling.policy or "list"
-        plan = plan_graph(graph, self.costs, self._num_streams, policy, memory_bytes=budget, packed=True)
-        check_plan(plan)
-        base = CandidatePlan(self._serial, peak_bytes(self._serial), self._serial_ns)
-        return base, CandidatePlan(plan, peak_bytes(plan), simulate(plan, self.costs).end_ns)
+        return propose_threads(self._serial, self._serial_ns, self.costs, self._scheduling, self._num_streams)
 
     def _measure(self, inputs: Sequence[Any]) -> Meter:
         """Time the kernels one after another with the present number of intra-op threads."""
@@ -158,32 +132,55 @@ class CpuPlanner:
                 run(list(inputs))
         return meter
 
-    def _try(
-        self, inputs: Sequence[Any], serial: Runner, threads: Runner, share: int
-    ) -> tuple[str, int | None, int | None]:
-        """Time both in turn; return the outcome for threads, their ns and those of the serial plan."""
-        program = self._lowered.program
-        deadline = time.monotonic() + max(SHARE_OF_COMPILING * self._lowered.seconds, LEAST_S)
+
+@dataclass(frozen=True)
+class _Trial:
+    """Times a plan in turn with the serial one.
+
+    Attributes:
+        lowered: What is run.
+        inputs: Of the caller, who finds them as they were.
+        serial: Runs the serial plan.
+        prepare: Compiles another one.
+        share: Intra-op threads for each of its streams.
+    """
+
+    lowered: Lowered
+    inputs: Sequence[Any]
+    serial: Runner
+    prepare: Callable[[Plan, int], Runner]
+    share: int
+
+    def compare(self, candidate: CandidatePlan, best: CandidatePlan) -> tuple[int, int] | str:  # noqa: ARG002
+        try:
+            return self._compare(self.prepare(candidate.plan, self.share))
+        except Exception as error:  # noqa: BLE001  whatever a kernel raises, it is for the caller's own run
+            return f"failed: {error}"
+
+    def _compare(self, threads: Runner) -> tuple[int, int] | str:
+        program, inputs = self.lowered.program, self.inputs
+        deadline = time.monotonic() + max(SHARE_OF_COMPILING * self.lowered.seconds, LEAST_S)
 
         def run_serial() -> list[Any]:
-            return serial(list(inputs))
+            return self.serial(list(inputs))
 
         def run_threads() -> list[Any]:
-            with intra_op_threads(share):
+            with intra_op_threads(self.share):
                 return threads(list(inputs))
 
+        changed = written(program, inputs)
         bits = []
         for run in (run_serial, run_threads):
-            with unchanged(program, written(program, inputs), torch.default_generator):
-                bits.append([bits_of(value) for value in (*run(), *written(program, inputs))])
+            with unchanged(program, changed, torch.default_generator):
+                bits.append([bits_of(value) for value in (*run(), *changed)])
         if not all(map(torch.equal, *bits)):
-            return "rounds otherwise", None, None
+            return "rounds otherwise"
         pairs: list[tuple[int, int]] = []
-        with unchanged(program, written(program, inputs), torch.default_generator) as rewind:
+        with unchanged(program, changed, torch.default_generator) as rewind:
             while len(pairs) < LEAST_SAMPLES or (len(pairs) < MOST_SAMPLES and time.monotonic() < deadline):
                 pairs.append((settled_ns(run_threads, rewind), settled_ns(run_serial, rewind)))
         own_ns, base_ns = (round(median(times)) for times in zip(*pairs, strict=True))
-        return CHOSEN if own_ns <= (1 - MARGIN) * base_ns else "slower", own_ns, base_ns
+        return own_ns, base_ns
 
 
 def settled_ns(run: Callable[[], Any], rewind: Callable[[], None]) -> int:

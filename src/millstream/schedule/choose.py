@@ -1,103 +1,63 @@
-"""Which plan runs: candidates are made, simulated, and the promising ones timed on the device.
+"""Which plan runs, on a GPU and on a CPU: candidates are made and simulated, and the promising ones timed.
+
+Whoever can run plans brings a ``Trial``; here it is decided what is tried, and what wins.
 
 **Contract**
-- The serial plan is always a candidate, and wins a tie: a plan with streams must be faster by ``MARGIN``.
+- The plan on one stream is always a candidate, and wins a tie: one with several must be faster by a margin.
 - A plan that needs more memory than the budget is no candidate.
 - What is tried is checked before.
-- What is chosen is noted on disk with the costs it was made from, so that another process plans the same at once.
+- The same costs give the same candidates: what was chosen can be noted, and made again in another process.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
-from math import inf
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from millstream.check import check_plan
 from millstream.cost import Costs
-from millstream.device.cuda_graphs.spread import BESIDE, SMALL
-from millstream.errors import ArgumentError
-from millstream.graph import CHOSEN, PLANNED_ROLES, Candidate, KernelGraph, Plan, Spread, Wait, format_graph
-from millstream.program import Program
+from millstream.graph import CHOSEN, Candidate, KernelGraph, Plan, Spread, Wait
 from millstream.progress import count
-from millstream.schedule import POLICIES, critical_path_ns, peak_bytes, plan_graph, plan_serial
+from millstream.schedule.lifetimes import peak_bytes
+from millstream.schedule.policies import plan_graph
+from millstream.schedule.ranking import critical_path_ns
+from millstream.schedule.scheduling import Scheduling
+from millstream.schedule.serial import plan_serial
 from millstream.simulate import simulate
 
 STREAM_COUNTS = (8, 6, 4, 3, 2)
 TRIED_POLICIES = ("list", "slack", "chains")  # the first with all variants, the others with the first one
 #: What a wait is taken to cost, as a factor, and whether memory is packed: what is right differs from graph to graph.
 VARIANTS = ((1.0, True), (1.0, False), (4.0, True))
-HAND_STREAMS = 8  # ``streams="manual"`` takes as many as are written down, and at most so many
-MOST_STREAMS = 1024  # more than any device runs at one time; a plan keeps books for each
-MARGIN = 0.01  # by so much several streams must be faster than one: below it the difference is noise
 HOPEFUL = 1.15  # candidates predicted within this factor of the best one are timed
 MOST_TRIALS = 12
-GRANULE_BYTES = 2 << 20  # PyTorch's allocator takes no less from the device: so much more never counts as too much
+HOST_GRANULE_BYTES = 64 << 20  # of memory: so much more never counts as too much, unless a budget is given in bytes
 
 
 @dataclass(frozen=True)
-class Scheduling:
-    """What a user asks of the schedule.
+class Rules:
+    """By what a plan with several streams is tried and wins on a kind of device.
 
     Attributes:
-        streams: How many streams at most; ``None`` chooses by measuring.
-        policy: Name of a policy; ``None`` chooses.
-        memory: Budget: for temporaries and outputs in bytes as an ``int``, or as a ``float`` a factor of all that the
-            program holds when it runs on one stream, parameters and inputs included.
-        tune: When a plan is chosen: by the first calls, or between later ones (``background``). What is chosen from is
-            the same.
+        slack: Where the longest chain of kernels leaves less of the time on one stream, nothing is planned.
+        promise: By so much it must be faster in the simulator to be tried.
+        margin: By so much it must be faster in fact: below it the difference is noise.
     """
 
-    streams: int | None = None
-    policy: str | None = None
-    memory: float | int = 1.25
-    tune: Literal["first", "background"] = field(default="first", repr=False)  # a choice on disk serves both
+    slack: float
+    promise: float
+    margin: float
 
-    def __post_init__(self) -> None:
-        if self.tune not in ("first", "background"):
-            raise ArgumentError(f"tune={self.tune!r} says not when; choose 'first' or 'background'.")
-        if self.streams is not None and (
-            not isinstance(self.streams, int) or isinstance(self.streams, bool) or self.streams < 1
-        ):
-            raise ArgumentError(f"streams={self.streams!r} leaves nowhere to run; give 1 or more, or 'auto'.")
-        if self.streams is not None and self.streams > MOST_STREAMS:
-            raise ArgumentError(f"streams={self.streams} is more than can be planned; give at most {MOST_STREAMS}.")
-        if self.policy is not None and (not isinstance(self.policy, str) or self.policy not in POLICIES):
-            raise ArgumentError(f"Unknown policy {self.policy!r}; choose one of {', '.join(map(repr, POLICIES))}.")
-        if isinstance(self.memory, bool) or not isinstance(self.memory, (int, float)):
-            raise ArgumentError(f"memory={self.memory!r} is no amount; give bytes as an int, or a factor as a float.")
-        if isinstance(self.memory, float) and not 1 <= self.memory < inf:
-            raise ArgumentError(
-                f"memory={self.memory} is no factor of what one stream needs; give 1.0 or more, or bytes as an int."
-            )
+    def leaves_nothing_to_gain(self, graph: KernelGraph, costs: Costs, serial_ns: int) -> bool:
+        """Whether the longest chain of kernels takes nearly all of the time on one stream."""
+        return critical_path_ns(graph, costs) > (1 - self.slack) * serial_ns
 
-    @property
-    def serial(self) -> bool:
-        """Whether only one stream is asked for."""
-        return self.streams == 1 or self.policy == "serial"
 
-    def budget_bytes(self, serial: Plan) -> int:
-        """Return the budget for temporaries and outputs in bytes.
-
-        Raises:
-            ArgumentError: One stream needs more.
-        """
-        needed = peak_bytes(serial)
-        if isinstance(self.memory, float):
-            owned = (buffer for buffer in serial.graph.buffers if buffer.alias_of is None)
-            held = needed + sum(buffer.num_bytes for buffer in owned if buffer.role not in PLANNED_ROLES)
-            return needed + max(int(held * (self.memory - 1)), GRANULE_BYTES)
-        budget = int(self.memory)
-        if budget < needed:
-            raise ArgumentError(
-                f"memory={self.memory} bytes is too little: {serial.graph.name} needs {needed} bytes for its "
-                "temporaries and outputs on one stream; give at least that."
-            )
-        return budget
+ON_GPU = Rules(slack=0.01, promise=0.0, margin=0.01)
+ON_CPU = Rules(slack=0.10, promise=0.10, margin=0.03)  # its machine does other things, too
 
 
 class Recipe(NamedTuple):
@@ -131,6 +91,10 @@ class CandidatePlan:
     peak_bytes: int
     predicted_ns: int
     recipe: Recipe | None = None
+
+    def is_promising(self, serial: CandidatePlan, rules: Rules) -> bool:
+        """Whether it is predicted to be as much faster than one stream as it takes to be tried."""
+        return self.predicted_ns <= (1 - rules.promise) * serial.predicted_ns
 
     def describe(self, outcome: str = "", measured_ns: int | None = None) -> Candidate:
         """Return it as a candidate for a report."""
@@ -174,9 +138,9 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Ca
     """
     serial = plan_serial(graph)
     budget = scheduling.budget_bytes(serial)
-    candidate_plans = [_assess(serial, costs)]
+    candidate_plans = [assess(serial, costs)]
     by_hand = scheduling.policy == "manual"
-    if scheduling.serial or (not by_hand and critical_path_ns(graph, costs) > (1 - MARGIN) * costs.total_ns):
+    if scheduling.serial or (not by_hand and ON_GPU.leaves_nothing_to_gain(graph, costs, costs.total_ns)):
         return candidate_plans
     seen = {serial.steps}
     for recipe in _recipes(graph, scheduling):
@@ -185,6 +149,24 @@ def propose(graph: KernelGraph, costs: Costs, scheduling: Scheduling) -> list[Ca
             seen.add(candidate.plan.steps)
             candidate_plans.append(candidate)
     return [candidate_plans[0], *sorted(candidate_plans[1:], key=lambda candidate: candidate.predicted_ns)]
+
+
+def propose_threads(
+    serial: Plan, serial_ns: int, costs: Costs, scheduling: Scheduling, num_streams: int
+) -> list[CandidatePlan]:
+    """Make the candidates for a CPU: the serial plan, then the one on so many streams, if it has several.
+
+    Args:
+        serial: The plan on one stream.
+        serial_ns: What its kernels took with all intra-op threads.
+        costs: Of kernels as they run on a stream.
+        scheduling: What the user asks of the schedule.
+        num_streams: How many there may be.
+    """
+    limits = {"memory_bytes": scheduling.budget_bytes(serial, HOST_GRANULE_BYTES), "packed": True}
+    plan = plan_graph(serial.graph, costs, num_streams, scheduling.policy or "list", **limits)
+    others = [assess(plan, costs)] if plan.num_streams > 1 else []
+    return [CandidatePlan(serial, peak_bytes(serial), serial_ns), *others]
 
 
 def _recipes(graph: KernelGraph, scheduling: Scheduling) -> list[Recipe]:
@@ -202,7 +184,7 @@ def _recipes(graph: KernelGraph, scheduling: Scheduling) -> list[Recipe]:
 
 def _propose_by(recipe: Recipe, graph: KernelGraph, costs: Costs, scheduling: Scheduling, budget: int) -> CandidatePlan:
     fewer = scheduling.streams is not None  # else they are candidates themselves
-    return replace(_assess(plan_by(recipe, graph, costs, budget, fewer=fewer), costs), recipe=recipe)
+    return replace(assess(plan_by(recipe, graph, costs, budget, fewer=fewer), costs), recipe=recipe)
 
 
 def plan_by(recipe: Recipe, graph: KernelGraph, costs: Costs, budget: int, *, fewer: bool = False) -> Plan:
@@ -220,25 +202,16 @@ def plan_by(recipe: Recipe, graph: KernelGraph, costs: Costs, budget: int, *, fe
     return replace(plan_graph(graph, priced, recipe.streams, recipe.policy, **limits), spread=Spread.APART)
 
 
-def _assess(plan: Plan, costs: Costs) -> CandidatePlan:
+def assess(plan: Plan, costs: Costs) -> CandidatePlan:
+    """Simulate a plan."""
     return CandidatePlan(plan, peak_bytes(plan), simulate(plan, costs).end_ns)
 
 
 class Trial(Protocol):
-    """Runs plans on the device, to time them.
+    """Runs plans on the device, to time them."""
 
-    Attributes:
-        error: Why one could not run, if one could not. For want of memory, perhaps: another time it may.
-    """
-
-    error: Exception | None
-
-    def serial_ns(self) -> int | None:
-        """Time the plan on one stream; ``None`` when it cannot run."""
-        ...
-
-    def compare(self, candidate: CandidatePlan, best: CandidatePlan) -> tuple[int, int] | None:
-        """Time a plan and the best so far in turn; ``None`` when one of them cannot run."""
+    def compare(self, candidate: CandidatePlan, best: CandidatePlan) -> tuple[int, int] | str:
+        """Time a plan and the best so far in turn, in ns, or say what came of it where it is none to be chosen."""
         ...
 
 
@@ -255,13 +228,20 @@ def at_once(steps: Generator[None, None, Result]) -> Result:
             return done.value  # type: ignore[no-any-return]
 
 
-def choose(candidate_plans: Sequence[CandidatePlan], trial: Trial, seconds: float) -> Found:
+def take_predicted(candidate_plans: Sequence[CandidatePlan]) -> Found:
+    """Take the plan with several streams that is best by prediction, where the user wants one."""
+    best = candidate_plans[min(1, len(candidate_plans) - 1)]
+    check_plan(best.plan)
+    return best, tuple(each.describe(CHOSEN if each is best else "not asked for") for each in candidate_plans)
+
+
+def choose(candidate_plans: Sequence[CandidatePlan], trial: Trial, seconds: float, rules: Rules = ON_GPU) -> Found:
     """Do what ``choose_stepwise`` does without a pause."""
-    return at_once(choose_stepwise(candidate_plans, trial, seconds))
+    return at_once(choose_stepwise(candidate_plans, trial, seconds, rules))
 
 
 def choose_stepwise(
-    candidate_plans: Sequence[CandidatePlan], trial: Trial, seconds: float
+    candidate_plans: Sequence[CandidatePlan], trial: Trial, seconds: float, rules: Rules = ON_GPU
 ) -> Generator[None, None, Found]:
     """Time the promising candidates and return the fastest, with what became of all of them.
 
@@ -273,6 +253,7 @@ def choose_stepwise(
         candidate_plans: As ``propose`` makes them.
         trial: Times one of them.
         seconds: After so long no further trial begins.
+        rules: By what one is tried and wins.
 
     Yields:
         Before each trial.
@@ -283,40 +264,40 @@ def choose_stepwise(
     deadline = time.monotonic() + seconds
     num_tried, most = 0, min(len(others), MOST_TRIALS) + len(Spread) - 1
 
-    def measure(candidate: CandidatePlan) -> int | None:
+    def measure(candidate: CandidatePlan) -> int | str:
         nonlocal best, best_share, serial_ns, num_tried
         check_plan(candidate.plan)
         num_tried += 1
         count("trying plan", num_tried, most, "")
         times = trial.compare(candidate, best)
-        if times is None:
-            return None
+        if isinstance(times, str):
+            return times
         own_ns, best_ns = times
         serial_ns = serial_ns or best_ns
         share = best_share * own_ns / best_ns
-        if share < (best_share if best is not serial else 1 - MARGIN):
+        if share < (best_share if best is not serial else 1 - rules.margin):
             best, best_share = candidate, share
         return round(share * serial_ns)
 
     told: dict[int, Candidate] = {}
     for index, candidate in enumerate(others):
-        if candidate.predicted_ns > HOPEFUL * others[0].predicted_ns or candidate.predicted_ns > serial.predicted_ns:
+        if candidate.predicted_ns > HOPEFUL * others[0].predicted_ns or not candidate.is_promising(serial, rules):
             told[index] = candidate.describe("predicted to be slower")
         elif index >= MOST_TRIALS or time.monotonic() > deadline:
             told[index] = candidate.describe("no time left to try it")
         else:
             yield
-            measured_ns = measure(candidate)
-            told[index] = candidate.describe("could not be captured" if measured_ns is None else "slower", measured_ns)
+            found = measure(candidate)
+            told[index] = candidate.describe(found) if isinstance(found, str) else candidate.describe("slower", found)
     tried = [*candidate_plans]
     candidates = [serial.describe("slower", serial_ns), *(told[index] for index in range(len(others)))]
     for other in _spread_otherwise(best):
         if time.monotonic() > deadline:
             break
         yield
-        if (measured_ns := measure(other)) is not None:
+        if not isinstance(found := measure(other), str):
             tried.append(other)
-            candidates.append(other.describe("slower", measured_ns))
+            candidates.append(other.describe("slower", found))
     chosen = next(index for index, candidate in enumerate(tried) if candidate is best)
     candidates[chosen] = replace(candidates[chosen], outcome=CHOSEN)
     return best, tuple(candidates)
@@ -331,13 +312,6 @@ def _spread_otherwise(candidate: CandidatePlan) -> list[CandidatePlan]:
         for spread in reversed(Spread)
         if spread is not candidate.plan.spread
     ]
-
-
-def choice_key(program: Program, scheduling: Scheduling) -> str:
-    """What a choice on disk is found by: everything that it depends on beside device and versions."""
-    codes = [program.code(kernel.id) for kernel in program.graph.kernels]
-    text = f"{format_graph(program.graph)}{codes}{scheduling}{STREAM_COUNTS}{TRIED_POLICIES}{VARIANTS}{SMALL}{BESIDE}"
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def to_json(best: CandidatePlan, candidates: Sequence[Candidate]) -> dict[str, object]:
@@ -371,7 +345,7 @@ def from_json(
         return None
     serial = plan_serial(graph)
     if recipe is None:
-        candidate = _assess(serial, costs)
+        candidate = assess(serial, costs)
     elif recipe in _recipes(graph, scheduling):
         candidate = _propose_by(recipe, graph, costs, scheduling, scheduling.budget_bytes(serial))
         candidate = replace(candidate, plan=replace(candidate.plan, spread=chosen.spread))
