@@ -181,9 +181,10 @@ def test_another_world_is_missed(folder, another_world):
         take_steps()
 
 
-def test_a_program_that_was_not_checked_is_another_one():
+@pytest.mark.parametrize("part", ["values", "own-kernels", "epilogues"])
+def test_a_program_without_a_part_is_another_one(part):
     described = [*key.describe_settings({})]
-    with without(["values"]):
+    with without([part]):
         assert [*key.describe_settings({})] != described
 
 

@@ -45,12 +45,7 @@ def puts_channels_last(gm: torch.fx.GraphModule) -> bool:
 
 @graph_pass("strides", "keeps the strides of results where convolutions are changed")
 def keep_strides(gm: torch.fx.GraphModule) -> None:
-    """Say in the graph which strides its results have, where convolutions decide; the graph is changed in place.
-
-    Args:
-        gm: Of aten operators, as it was before anything is done to convolutions; its nodes carry their values in
-            ``meta["val"]``.
-    """
+    """Say in the graph which strides its results have, where convolutions decide, before anything is done to these."""
     behind: set[torch.fx.Node] = set()  # convolutions and what comes after them
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten.convolution.default or not behind.isdisjoint(node.all_input_nodes):

@@ -14,8 +14,6 @@ from millstream.kernels.nodes import has_channels_last, values
 from millstream.passes.graph_pass import Pass
 from millstream.program import Program
 
-Rewrite = Pass[..., None]
-
 
 class Writer(NamedTuple):
     """What computes a node of the wrapper into memory that it is given, as ``out``.
@@ -94,11 +92,14 @@ class Grouping(NamedTuple):
 class Family:
     """Kernels of our own, and what is done for them before TorchInductor and after it. All but the name is optional.
 
+    Graphs that are rewritten are of aten operators, for inference, and changed in place; their nodes carry their values
+    in ``meta["val"]``.
+
     Attributes:
         name: Of it in ``MILLSTREAM_WITHOUT``.
         effect: What it does, in a few words.
-        rewrite_images: Change a graph of operators for inference that has the channels of images last.
-        rewrite: Change any graph for inference, after those.
+        rewrite_images: Change a graph that has the channels of images last.
+        rewrite: Change any graph, after those.
         operators: What these put in place of convolutions, for Inductor to lay out their images likewise.
         bind: Says what computes a node, if tensors lie in memory as they must.
         absorb: Says what a generated kernel of the wrapper could be part of.
@@ -110,8 +111,8 @@ class Family:
 
     name: str
     effect: str
-    rewrite_images: tuple[Rewrite, ...] = ()
-    rewrite: tuple[Rewrite, ...] = ()
+    rewrite_images: tuple[Pass[..., None], ...] = ()
+    rewrite: tuple[Pass[..., None], ...] = ()
     operators: tuple[Any, ...] = ()
     bind: Callable[[torch.fx.Node], Writer | None] | None = None
     absorb: Callable[[torch.fx.Node], Epilogue | None] | None = None

@@ -70,6 +70,13 @@ def add_node(graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], origin: 
     return node
 
 
+def tidy(gm: torch.fx.GraphModule) -> None:
+    """Finish a change of a graph: nothing is left that nobody uses, and all is in order."""
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+
+
 def changes_type(node: torch.fx.Node) -> bool:
     """Whether this is the same numbers in another type, as under autocast."""
     return node.target is torch.ops.prims.convert_element_type.default

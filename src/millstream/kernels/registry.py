@@ -27,7 +27,7 @@ from millstream.kernels.depthwise.depthwise import (
     bind_depthwise,
     convolve_depthwise,
     convolve_depthwise_together,
-    launches_of_depthwise,
+    launch_depthwise,
 )
 from millstream.kernels.depthwise.prologues import absorb_prologues
 from millstream.kernels.family import Epilogue, Family, Grouping, Writer
@@ -40,7 +40,7 @@ from millstream.kernels.weights.weights import (
     bind_weight,
     convert_weight,
     convert_weights_together,
-    launches_of_conversions,
+    launch_conversions,
 )
 from millstream.program import Program
 
@@ -67,7 +67,7 @@ FAMILIES: tuple[Family, ...] = (
         grouping=Grouping(
             convolve_depthwise,
             Depthwise,
-            launches_of_depthwise,
+            lambda tasks: [launch_depthwise(tasks)],
             convolve_depthwise_together,
             most_windows=MOST_WINDOWS,
         ),
@@ -79,7 +79,11 @@ FAMILIES: tuple[Family, ...] = (
         rewrite_images=(take_conversions,),
         bind=bind_weight,
         grouping=Grouping(
-            convert_weight, Conversion, launches_of_conversions, convert_weights_together, is_by_need=True
+            convert_weight,
+            Conversion,
+            lambda tasks: [launch_conversions(tasks)],
+            convert_weights_together,
+            is_by_need=True,
         ),
         kernels=frozenset({"convert"}),
     ),
@@ -97,7 +101,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("split-k", "long sums of few results are split", fuse=split_long_sums, launches=find_split_launches),
 )
-
 
 PASSES = (
     keep_strides,

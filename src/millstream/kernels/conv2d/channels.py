@@ -18,7 +18,7 @@ from torch._inductor.constant_folding import constant_fold
 
 from millstream.kernels import nodes
 from millstream.kernels.conv2d.conv2d import is_small_conv2d
-from millstream.kernels.nodes import ALIGNED_CHANNELS, add_node, arguments_of, may_be_ours, values_of
+from millstream.kernels.nodes import ALIGNED_CHANNELS, add_node, arguments_of, may_be_ours, tidy, values_of
 from millstream.passes.graph_pass import graph_pass
 
 _FEW_CHANNELS = 4  # of an image as it comes from outside; for these cuDNN has kernels of its own
@@ -32,21 +32,13 @@ _READERS_OF_PARTS = {aten.cat.default, aten._unsafe_index.Tensor, aten.mean.dim,
 
 @graph_pass("channels", "enlarges convolutions whose channels are no multiple of 8")
 def align_channels(gm: torch.fx.GraphModule) -> None:
-    """Enlarge, by zeros, the channels of convolutions that cuDNN would enlarge, or our kernel can compute only so.
-
-    The graph is changed in place.
-
-    Args:
-        gm: For inference, of aten operators, with channels last; its nodes carry their values in ``meta["val"]``.
-    """
+    """Enlarge, by zeros, the channels of convolutions that cuDNN would enlarge, or our kernel can compute only so."""
     convolutions = [node for node in gm.graph.nodes if _is_misaligned(node)]
     if not convolutions:
         return
     images: dict[torch.fx.Node, torch.fx.Node] = {}
     weights = [_align(gm.graph, node, images) for node in sorted(convolutions, key=_is_product)]
-    gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
+    tidy(gm)
     _fold(gm, {weight for weight in weights if weight is not None and weight.args[0].op == "get_attr"})  # type: ignore[union-attr]
 
 

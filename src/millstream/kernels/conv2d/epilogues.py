@@ -24,6 +24,7 @@ from millstream.kernels.nodes import (
     changes_type,
     depths_of,
     may_be_ours,
+    tidy,
     values_of,
     whole_of,
 )
@@ -60,7 +61,7 @@ class _Epilogue:
 
 @graph_pass("epilogues", "lets small convolutions compute what follows them")
 def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
-    """Let small convolutions do what follows them; the graph is changed in place.
+    """Let small convolutions do what follows them.
 
     **Contract**
     - The graph computes what it did, with fewer roundings on the way.
@@ -68,9 +69,6 @@ def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
       that need not be computed, one sum, relu, zeros in the other channels.
     - Nothing waits for longer than before: what is added is no deeper in the graph than the image.
     - Where nothing but such convolutions is concatenated, they may write where the whole is to be.
-
-    Args:
-        gm: For inference, of aten operators, with channels last; its nodes carry their values in ``meta["val"]``.
     """
     convolutions = [node for node in gm.graph.nodes if node.target is aten.convolution.default and _is_ours(node)]
     if not convolutions:
@@ -85,8 +83,7 @@ def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
     for node in concatenations:
         if node.users and _joins_whole_results(node):
             node.target, node.args = JOIN, node.args[:1]
-    gm.graph.lint()
-    gm.recompile()
+    tidy(gm)
 
 
 def _is_of_channels(node: torch.fx.Node) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from millstream.kernels.conv2d.conv2d import CONVOLVE, is_small_conv2d
-from millstream.kernels.nodes import add_node, may_be_ours
+from millstream.kernels.nodes import add_node, may_be_ours, tidy
 from millstream.passes.graph_pass import graph_pass
 
 MOST_ROWS = 64
@@ -23,19 +23,13 @@ _PRODUCTS = (aten.addmm.default, aten.mm.default)
 
 @graph_pass("linear-layers", "makes convolutions of linear layers for few rows")
 def take_linear_layers(gm: torch.fx.GraphModule) -> None:
-    """Let our kernel compute linear layers for few rows; the graph is changed in place.
-
-    Args:
-        gm: For inference, of aten operators; its nodes carry their values in ``meta["val"]``.
-    """
+    """Let our kernel compute linear layers for few rows."""
     products = [node for node in gm.graph.nodes if _is_ours(node)]
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in products:
         _replace(gm.graph, node, copies)
     if products:
-        gm.graph.eliminate_dead_code()
-        gm.graph.lint()
-        gm.recompile()
+        tidy(gm)
 
 
 def _is_ours(node: torch.fx.Node) -> bool:

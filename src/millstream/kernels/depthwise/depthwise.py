@@ -102,11 +102,6 @@ def convolve_depthwise_together(*convolutions: Sequence[Any]) -> None:
     launch_depthwise([Depthwise(*each) for each in convolutions]).run()
 
 
-def launches_of_depthwise(convolutions: Sequence[Depthwise]) -> list[Launch]:
-    """All that is launched to compute convolutions of one kind at once."""
-    return [launch_depthwise(convolutions)]
-
-
 def launch_depthwise(convolutions: Sequence[Depthwise]) -> Launch:
     """How to compute convolutions of one kind at once, those of the larger window first."""
     from millstream.kernels.depthwise.depthwise_kernel import depthwise  # Triton is there where there is a GPU

@@ -15,7 +15,7 @@ from torch._inductor.lowering import register_lowering
 
 from millstream.kernels.channels_last import lay_out
 from millstream.kernels.depthwise.depthwise import CONVOLVE_DEPTHWISE, is_small_depthwise
-from millstream.kernels.nodes import add_node, arguments_of, may_be_ours, values_of, whole_of, zeros_of
+from millstream.kernels.nodes import add_node, arguments_of, may_be_ours, tidy, values_of, whole_of, zeros_of
 from millstream.passes.graph_pass import graph_pass
 
 aten = torch.ops.aten
@@ -23,16 +23,13 @@ aten = torch.ops.aten
 
 @graph_pass("prologues", "lets depthwise convolutions compute what comes before them")
 def absorb_prologues(gm: torch.fx.GraphModule) -> None:
-    """Let small depthwise convolutions do what stands in front of them; the graph is changed in place.
+    """Let small depthwise convolutions do what stands in front of them.
 
     **Contract**
     - The graph computes what it did.
     - What stands in front is taken on where nobody but such convolutions reads it: relu and a border of zeros.
     - An image that is the first channels of another is read from that. One that is enlarged by channels of zeros for
       its only reader is written so.
-
-    Args:
-        gm: For inference, of aten operators, with channels last; its nodes carry their values in ``meta["val"]``.
     """
     convolutions = [node for node in gm.graph.nodes if node.target is aten.convolution.default and _is_ours(node)]
     if not convolutions:
@@ -40,9 +37,7 @@ def absorb_prologues(gm: torch.fx.GraphModule) -> None:
     readers = set(convolutions)
     for node in convolutions:
         _absorb(gm.graph, node, readers)
-    gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
+    tidy(gm)
 
 
 def _is_ours(node: torch.fx.Node) -> bool:

@@ -12,7 +12,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 
 from millstream.kernels.conv2d.conv2d import CONVOLVE
-from millstream.kernels.nodes import add_node, changes_type, may_be_ours, zeros_of
+from millstream.kernels.nodes import add_node, changes_type, may_be_ours, tidy, zeros_of
 from millstream.kernels.weights.weights import CONVERT
 from millstream.passes.graph_pass import graph_pass
 
@@ -26,14 +26,10 @@ aten = torch.ops.aten
 
 @graph_pass("conversions", "makes small weights ready by our kernel")
 def take_conversions(gm: torch.fx.GraphModule) -> None:
-    """Let our kernel make the weights ready that convolutions read; the graph is changed in place.
+    """Let our kernel make the weights ready that convolutions read.
 
     Those are meant that the caller passes, and that would be copied: for the order of their channels, for zeros after
     them, or for their type. What others read of a weight stays as it is.
-
-    Args:
-        gm: For inference on a GPU, of aten operators, with channels last; its nodes carry their values in
-            ``meta["val"]``.
     """
     converted: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in [node for node in gm.graph.nodes if node.target in (CONVOLVE, aten.convolution.default)]:
@@ -47,9 +43,7 @@ def take_conversions(gm: torch.fx.GraphModule) -> None:
                 converted[ready] = add_node(gm.graph, CONVERT, (given, [*value.shape], value.dtype), ready)
         node.update_arg(1, converted[ready])
     if converted:
-        gm.graph.eliminate_dead_code()
-        gm.graph.lint()
-        gm.recompile()
+        tidy(gm)
 
 
 def _origin(node: torch.fx.Node) -> torch.fx.Node:

@@ -56,11 +56,6 @@ def convert_weights_together(*conversions: Sequence[torch.Tensor]) -> None:
     launch_conversions([Conversion(*each) for each in conversions]).run()
 
 
-def launches_of_conversions(conversions: Sequence[Conversion]) -> list[Launch]:
-    """All that is launched to convert weights of one kind at once."""
-    return [launch_conversions(conversions)]
-
-
 def launch_conversions(conversions: Sequence[Conversion]) -> Launch:
     """How to convert weights of one kind at once."""
     from millstream.kernels.weights.weights_kernel import convert  # Triton is there where there is a GPU
