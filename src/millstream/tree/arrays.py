@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,12 @@ from torch import Tensor
 from millstream.errors import FeedError
 
 
-class NoTensorsError(FeedError):
-    """There are no tensors of an array's type."""
+def as_tensor(leaf: Any, name: Callable[[], str] = lambda: "An array in the batch") -> Any:
+    """See an array as a tensor, over the same memory where that is possible; other leaves are returned as they are.
 
-    def __init__(self, dtype: np.dtype[Any], name: str = "An array in the batch") -> None:
-        self.dtype = dtype
-        super().__init__(f"{name} is of {dtype}, of which there are no tensors; let the source yield another type.")
-
-
-def as_tensor(leaf: Any) -> Any:
-    """See an array as a tensor, over the same memory where that is possible; other leaves are returned as they are."""
+    Raises:
+        FeedError: There are no tensors of the array's type; the message names it.
+    """
     if isinstance(leaf, Tensor) or not hasattr(leaf, "__array__"):
         return leaf
     array = np.asarray(leaf)
@@ -33,7 +30,9 @@ def as_tensor(leaf: Any) -> Any:
     try:
         return torch.from_numpy(array)
     except TypeError:
-        raise NoTensorsError(array.dtype) from None
+        raise FeedError(
+            f"{name()} is of {array.dtype}, of which there are no tensors; let the source yield another type."
+        ) from None
 
 
 def has_numbers(node: Any) -> bool:

@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import PackedSequence
 from millstream._torch import pytrees
 from millstream._torch.tensors import noted_lengths
 from millstream.errors import ArgumentError, FeedError
-from millstream.tree.arrays import NoTensorsError, as_tensor, has_numbers, hides_tensors
+from millstream.tree.arrays import as_tensor, has_numbers, hides_tensors
 from millstream.tree.flatten import Flattener
 from millstream.tree.spec import Container, Leaf, Made, Reference, Structure, keys_of, tree_unflatten, walk
 
@@ -92,23 +92,11 @@ def flatten_batch(batch: Any, *, is_whole: Callable[[Any], bool] = lambda node: 
     """
     if (flat := _list_items(batch)) is not None and {*map(type, flat[0])} == {Tensor}:  # as most are; of hundreds, even
         return flat
+    flattener = _BatchFlattener(is_whole, batch)
     try:
-        structure = (flattener := _BatchFlattener(is_whole)).flatten(batch)
+        structure = flattener.flatten(batch)
     except RecursionError:
         raise FeedError("A container in the batch holds itself, or they are nested too deeply.") from None
-    except _UnknownError as unknown:
-        node = unknown.node
-        name, kind = find_name(batch, node), type(node)
-        if hides_tensors(node):
-            raise FeedError(
-                f"{name} is an array of objects with tensors among them; let the source yield a list."
-            ) from None
-        raise FeedError(
-            f"{name} is a {kind.__module__}.{kind.__qualname__}, which feeds do not know. Let the source yield "
-            "tensors, arrays or plain values; or say what to do with it: `from millstream.data import register`, then "
-            f"register({kind.__qualname__}) leaves it on the host, and register({kind.__qualname__}, take_apart) moves "
-            "what is in it (see help(register))."
-        ) from None
     return flattener.leaves, partial(tree_unflatten, structure)
 
 
@@ -123,52 +111,47 @@ def _list_items(batch: Any) -> tuple[list[Any], Unflatten] | None:
     return ([batch], itemgetter(0)) if kind is Tensor else None
 
 
-def name_leaf(batch: Any, index: int) -> str:
+def name_leaf(batch: Any, index: int, *, is_whole: Callable[[Any], bool] = lambda node: False) -> str:
     """Say where the ``index``-th leaf of ``batch`` is, as an expression: ``batch['image'][0]``."""
-    return _name(_BatchFlattener(is_lenient=True).flatten(batch), index)
-
-
-def find_name(batch: Any, node: Any) -> str:
-    """The same for a container or a leaf of ``batch``."""
-    flattener = _BatchFlattener(lambda each: each is node, is_lenient=True)
-    structure = flattener.flatten(batch)
-    return next((_name(structure, i) for i, leaf in enumerate(flattener.leaves) if leaf is node), "batch")
-
-
-def _name(structure: Structure, index: int) -> str:
+    structure = _BatchFlattener(is_whole).flatten(batch)
     for name, part in walk(structure, "batch"):
         if isinstance(part, Leaf) and part.index == index:
             return name
     raise IndexError(index)
 
 
+def find_name(batch: Any, node: Any) -> str:
+    """The same for a container or a leaf of ``batch``."""
+    flattener = _BatchFlattener(lambda each: each is node)
+    flattener.flatten(batch)
+    index = next((i for i, leaf in enumerate(flattener.leaves) if leaf is node), None)
+    return "batch" if index is None else name_leaf(batch, index, is_whole=flattener.is_whole)
+
+
 def as_tensors(batch: Any, leaves: Sequence[Any]) -> list[Any]:
-    """``as_tensor`` for all leaves of a batch.
-
-    Raises:
-        FeedError: There are no tensors of an array's type; the message names it.
-    """
-    found: list[Any] = []
-    try:
-        for leaf in leaves:
-            found.append(as_tensor(leaf))  # noqa: PERF401 - what is found says where an error came
-    except NoTensorsError as error:
-        raise FeedError(str(NoTensorsError(error.dtype, name_leaf(batch, len(found))))) from None
-    return found
+    """``as_tensor`` for all leaves of a batch, which names them."""
+    return [as_tensor(leaf, partial(name_leaf, batch, i)) for i, leaf in enumerate(leaves)]
 
 
-class _UnknownError(Exception):
-    def __init__(self, node: Any) -> None:
-        super().__init__()
-        self.node = node
+def _unknown(batch: Any, node: Any) -> FeedError:
+    name, kind = find_name(batch, node), type(node)
+    if hides_tensors(node):
+        return FeedError(f"{name} is an array of objects with tensors among them; let the source yield a list.")
+    return FeedError(
+        f"{name} is a {kind.__module__}.{kind.__qualname__}, which feeds do not know. Let the source yield "
+        "tensors, arrays or plain values; or say what to do with it: `from millstream.data import register`, then "
+        f"register({kind.__qualname__}) leaves it on the host, and register({kind.__qualname__}, take_apart) moves "
+        "what is in it (see help(register))."
+    )
 
 
 class _BatchFlattener(Flattener):
-    __slots__ = ("index_of", "is_lenient", "is_whole")
+    __slots__ = ("batch", "index_of", "is_whole")
 
-    def __init__(self, is_whole: Callable[[Any], bool] = lambda node: False, *, is_lenient: bool = False) -> None:
+    def __init__(self, is_whole: Callable[[Any], bool], batch: Any = None) -> None:
         super().__init__()
-        self.is_whole, self.is_lenient = is_whole, is_lenient  # the latter: what is not known is a leaf
+        self.is_whole = is_whole
+        self.batch = batch  # to be named in errors; without, what is not known is a leaf
         self.index_of: dict[int, Leaf] = {}  # by id
 
     def flatten(self, value: Any) -> Structure:
@@ -177,8 +160,8 @@ class _BatchFlattener(Flattener):
             return Reference(value)
         if isinstance(sort, _Branch) and not self.is_whole(value):
             return self.container(type(value), value, sort.open)
-        if sort is None and not self.is_lenient:
-            raise _UnknownError(value)
+        if sort is None and self.batch is not None:
+            raise _unknown(self.batch, value)
         leaf = Leaf(len(self.leaves))
         self.leaves.append(value)
         self.index_of.setdefault(id(value), leaf)
@@ -202,12 +185,9 @@ class _BatchFlattener(Flattener):
         return self._beside(value)
 
     def _beside(self, value: Any) -> Structure:
-        is_moved = isinstance(value, (Tensor, np.ndarray)) and _sort(value) is _LEAF
-        return self.once(value) if is_moved else self.met_or(value)
-
-    def met_or(self, value: Any) -> Structure:
-        """A container that was met, as an attribute of the other; anything else stays."""
-        _, known = self.met.get(id(value), (None, None))
+        if isinstance(value, (Tensor, np.ndarray)) and _sort(value) is _LEAF:
+            return self.once(value)
+        _, known = self.met.get(id(value), (None, None))  # an item may be an attribute, too
         return Reference(value) if known is None else known
 
     def once(self, value: Any) -> Structure:
