@@ -114,11 +114,13 @@ def run(
     lowered: Any, inputs: Sequence[Any], engine: str, streams: int | None, calls: int = CALLS
 ) -> tuple[list[Any], Any]:
     """Results and state of some calls, whose floating inputs differ a little; and what ran them."""
-    from millstream.engine import Scheduling, build
+    from millstream.engine import build
     from millstream.graph import Role
+    from millstream.schedule import Scheduling
+    from millstream.settings import Settings
 
     program = lowered.program
-    executable = build(lowered, engine=engine, scheduling=Scheduling(streams, memory=100.0))
+    executable = build(lowered, Settings(engine, Scheduling(streams, memory=100.0)))
     state, results = copied(inputs), []
     torch.manual_seed(SEED)
     for number in range(calls):
@@ -142,9 +144,11 @@ def compare(name: str, expected: Any, lowered: Any, inputs: Sequence[Any], engin
 
 def replay_often(name: str, lowered: Any, inputs: Sequence[Any], engine: str) -> Row:
     """Whether a thousand runs of the chosen plan from one state give the same bits; state is put back in between."""
-    from millstream.engine import Scheduling, build
+    from millstream.engine import build
+    from millstream.schedule import Scheduling
+    from millstream.settings import Settings
 
-    executable = build(lowered, engine=engine, scheduling=Scheduling(None, memory=100.0))
+    executable = build(lowered, Settings(engine, Scheduling(None, memory=100.0)))
     state = copied(inputs)
     written = [(own, start) for own, start in zip(state, inputs, strict=True) if isinstance(own, torch.Tensor)]
     first: list[torch.Tensor] = []

@@ -14,9 +14,10 @@ from millstream._torch.compiler.dynamo import is_compiled_by_torch
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.model import Builder, Compiled, CompiledModule, Compiler, compile_module
 from millstream.capture.step.step import Step
-from millstream.engine import ENGINES, HAND_STREAMS, BySize, Engine, Family, OneOfMany, Scheduling, build
+from millstream.engine import BySize, Engine, Family, OneOfMany, build
 from millstream.errors import ArgumentError, names_are_suggested
-from millstream.lower import Lowered, LoweredForSizes, check_options
+from millstream.lower import Lowered, LoweredForSizes
+from millstream.settings import Settings
 
 #: A module or a function; what it is compiled to is used like it.
 Model = TypeVar("Model", bound=Callable[..., Any])
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
         shard_optimizer: bool
         dynamic: bool | None
 
-    class Settings(CommonSettings, total=False, closed=True):
+    class CompileSettings(CommonSettings, total=False, closed=True):
         """What ``ms.compile`` may be told."""
 
         freeze: bool
@@ -57,11 +58,11 @@ if TYPE_CHECKING:
 
 
 @overload
-def compile(model: Model, **settings: Unpack[Settings]) -> Model: ...
+def compile(model: Model, **settings: Unpack[CompileSettings]) -> Model: ...
 
 
 @overload
-def compile(model: None = None, **settings: Unpack[Settings]) -> Callable[[Model], Model]: ...
+def compile(model: None = None, **settings: Unpack[CompileSettings]) -> Callable[[Model], Model]: ...
 
 
 @names_are_suggested()
@@ -122,25 +123,24 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     Raises:
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
-    check_arguments(engine, max_graphs, options, freeze=freeze, copy_outputs=copy_outputs, strict=strict)
-    asked = translate(mode=mode, fullgraph=fullgraph, backend=backend, dynamic=dynamic, options=options, strict=strict)
-    scheduling = scheduling_of(streams, policy, memory, tune)
-    options, strict = asked.options, asked.strict
-    if model is None:
-        return functools.partial(
-            compile,
-            engine=engine,
-            streams=streams,
-            policy=policy,
-            memory=memory,
-            tune=tune,
-            freeze=freeze,
-            copy_outputs=copy_outputs,
-            strict=strict,
-            max_graphs=max_graphs,
-            options=options,
-            dynamic=dynamic,
-        )
+    asked = Settings.of(
+        streams,
+        policy,
+        memory,
+        tune,
+        engine=engine,
+        copy_outputs=copy_outputs,
+        strict=strict,
+        max_graphs=max_graphs,
+        options=options,
+        freeze=freeze,
+        dynamic=dynamic,
+    )
+    settings = translate(asked, mode=mode, fullgraph=fullgraph, backend=backend)
+    return functools.partial(_compile, settings) if model is None else _compile(settings, model)
+
+
+def _compile(settings: Settings, model: Callable[..., Any]) -> Any:
     if not callable(model):
         raise ArgumentError(f"compile() takes a module or a function, not {type(model).__name__}.")
     if (compiled_by := _compiled_by(model)) is not None:
@@ -148,16 +148,20 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
             f"compile() was given what {compiled_by} has compiled already. Give it the {_kind_of(model)} itself, as it "
             "was before that, or use what it was given as it is."
         )
-    compiler = Compiler(
-        lambda warn: new_builder(engine, scheduling, copy_outputs, warn),
-        name=getattr(model, "__name__", type(model).__name__),
-        strict=strict,
-        max_graphs=max_graphs,
-        options=options,
-        freezes=freeze,
-        dynamic=dynamic,
-    )
+    compiler = _compiler(settings, getattr(model, "__name__", type(model).__name__))
     return compile_module(model, compiler) if isinstance(model, torch.nn.Module) else Compiled(model, compiler)
+
+
+def _compiler(settings: Settings, name: str) -> Compiler:
+    return Compiler(
+        functools.partial(new_builder, settings),
+        name=name,
+        strict=settings.strict,
+        max_graphs=settings.max_graphs,
+        options=settings.options,
+        freezes=settings.freeze,
+        dynamic=settings.dynamic,
+    )
 
 
 def _compiled_by(model: Callable[..., Any]) -> str | None:
@@ -187,36 +191,17 @@ def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
         ArgumentError: One of them has no meaning.
     """
     ours, inductors = split_options(kwargs.get("options"))
-    options = with_mode(kwargs.get("mode"), inductors)
-    engine, strict, copy_outputs = ours.get("engine"), ours.get("strict", False), ours.get("copy_outputs", True)
-    check_arguments(engine, 1, options, copy_outputs=copy_outputs, strict=strict)
-    scheduling = scheduling_of(
-        ours.get("streams", "auto"), ours.get("policy"), ours.get("memory", 1.25), ours.get("tune", "first")
-    )
-    compiler = Compiler(
-        lambda warn: new_builder(engine, scheduling, copy_outputs, warn),
-        name="millstream",
-        strict=strict,
-        options=options or None,
-    )
-    return compiler(gm, inputs)
+    settings = Settings.of(**ours, options=with_mode(kwargs.get("mode"), inductors) or None)
+    return _compiler(settings, "millstream")(gm, inputs)
 
 
-def new_builder(engine: str | None, scheduling: Scheduling, copy_outputs: bool, warn: Callable[[str], None]) -> Builder:
+def new_builder(settings: Settings, warn: Callable[[str], None]) -> Builder:
     """A builder for the programs of one graph, whose forward and backward know each other."""
     families: WeakValueDictionary[Hashable, Family] = WeakValueDictionary()
     own = Family()
 
     def make(lowered: Lowered, family: Family, one_of_many: OneOfMany | None = None) -> Engine:
-        return build(
-            lowered,
-            engine=engine,
-            scheduling=scheduling,
-            copy_outputs=copy_outputs,
-            family=family,
-            one_of_many=one_of_many,
-            warn=warn,
-        )
+        return build(lowered, settings, family=family, one_of_many=one_of_many, warn=warn)
 
     def make_for_size(lowered: Lowered, key: Hashable, one_of_many: OneOfMany) -> Engine:
         return make(lowered, families.setdefault(key, Family()), one_of_many)
@@ -224,46 +209,7 @@ def new_builder(engine: str | None, scheduling: Scheduling, copy_outputs: bool, 
     def finish(lowered: Lowered | LoweredForSizes) -> Engine | BySize:
         if isinstance(lowered, Lowered):
             return make(lowered, own)
-        at_once = engine is not None or bool(os.environ.get("MILLSTREAM_ENGINE"))
+        at_once = settings.engine is not None or bool(os.environ.get("MILLSTREAM_ENGINE"))
         return BySize(lowered, make_for_size, at_once=at_once)
 
     return finish
-
-
-def scheduling_of(
-    streams: int | str,
-    policy: str | None,
-    memory: float | int,
-    tune: Literal["first", "background"] = "first",
-) -> Scheduling:
-    """Turn the arguments into what the engines take; ``"auto"`` leaves the number of streams open.
-
-    ``"manual"`` takes those that are written down in the program.
-
-    Raises:
-        ArgumentError: One of them has no meaning.
-    """
-    if streams == "manual":
-        if policy not in (None, "manual"):
-            raise ArgumentError(f"streams='manual' says which streams; policy={policy!r} has nothing to decide.")
-        return Scheduling(HAND_STREAMS, "manual", memory, tune)
-    if streams != "auto" and not isinstance(streams, int):
-        raise ArgumentError(f"streams={streams!r} is no number of streams; give 1 or more, 'auto' or 'manual'.")
-    return Scheduling(None if streams == "auto" else streams, policy, memory, tune)  # type: ignore[arg-type]
-
-
-def check_arguments(engine: str | None, max_graphs: int, options: dict[str, Any] | None, **switches: bool) -> None:
-    """Refuse an unknown engine, a bound below one, and options that TorchInductor does not know."""
-    if engine is not None and engine not in ENGINES:
-        raise ArgumentError(f"Unknown engine {engine!r}; choose one of {', '.join(map(repr, ENGINES))}, or None.")
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ArgumentError(f"{name}={value!r} is neither True nor False.")
-    if not isinstance(max_graphs, int) or isinstance(max_graphs, bool):
-        raise ArgumentError(f"max_graphs={max_graphs!r} is no number of graphs; give an int, 1 or more.")
-    if max_graphs < 1:
-        raise ArgumentError(f"max_graphs={max_graphs} leaves no graph to run; give 1 or more.")
-    if options is not None and not isinstance(options, dict):
-        raise ArgumentError(f"options={options!r} is no dict; give one such as {{'max_autotune': True}}.")
-    if options:
-        check_options(options)

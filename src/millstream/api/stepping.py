@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 
-from millstream.api.compiling import check_arguments, new_builder, scheduling_of
+from millstream.api.compiling import new_builder
 from millstream.capture.model import Runnable
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.program import StepProgram
 from millstream.capture.step.step import P, R, Step
 from millstream.engine import AgreedEngine
-from millstream.engine import build as build_executable
+from millstream.engine import build as build_engine
 from millstream.errors import ArgumentError, CaptureError, names_are_suggested, warn_user
 from millstream.lower import Lowered, LoweredForSizes
+from millstream.settings import Settings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -112,28 +113,26 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     Raises:
         ArgumentError: An argument has no meaning; the message lists the choices.
     """
-    check_arguments(engine, max_graphs, options, copy_outputs=copy_outputs, strict=strict)
-    scheduling = scheduling_of(streams, policy, memory, tune)
+    settings = Settings.of(
+        streams,
+        policy,
+        memory,
+        tune,
+        engine=engine,
+        copy_outputs=copy_outputs,
+        strict=strict,
+        max_graphs=max_graphs,
+        options=options,
+        dynamic=dynamic,
+    )
     _check_processes(data_parallel, shard_optimizer)
-    if not isinstance(dynamic, bool) and dynamic is not None:
-        raise ArgumentError(f"dynamic={dynamic!r} is none of True, False and None.")
-    if fn is None:
-        return functools.partial(
-            step,
-            engine=engine,
-            streams=streams,
-            policy=policy,
-            memory=memory,
-            tune=tune,
-            copy_outputs=copy_outputs,
-            strict=strict,
-            max_graphs=max_graphs,
-            check=check,
-            data_parallel=data_parallel,
-            shard_optimizer=shard_optimizer,
-            dynamic=dynamic,
-            options=options,
-        )
+    how = {"data_parallel": data_parallel, "shard_optimizer": shard_optimizer, "check": _calls_between_checks(check)}
+    make = functools.partial(_step, settings, how)
+    return make if fn is None else make(fn)
+
+
+def _step(settings: Settings, how: dict[str, Any], fn: Callable[..., Any]) -> Step[..., Any]:
+    """Make the step; ``how`` as for ``Step``."""
     if not callable(fn):
         raise ArgumentError(f"step() takes a function that does a training step, not {type(fn).__name__}.")
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -150,33 +149,28 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     said: set[str] = set()
 
     def warn(reason: str) -> None:
-        if strict:
+        if settings.strict:
             raise CaptureError(reason)
         if reason not in said:
             said.add(reason)
             warn_user(f"{name}: {reason}")
 
     def build_step(gm: torch.fx.GraphModule, inputs: list[Any], static: frozenset[int]) -> StepProgram:
-        for_sizes = new_builder(engine, scheduling, copy_outputs, warn)
-        for_one = functools.partial(
-            build_executable, engine=engine, scheduling=scheduling, copy_outputs=copy_outputs, warn=warn
-        )
+        for_sizes = new_builder(settings, warn)
 
         def build(lowered: Lowered | LoweredForSizes) -> Runnable:
-            return for_one(lowered) if isinstance(lowered, Lowered) else for_sizes(lowered)
+            return build_engine(lowered, settings, warn=warn) if isinstance(lowered, Lowered) else for_sizes(lowered)
 
-        join = functools.partial(AgreedEngine, scheduling=scheduling, copy_outputs=copy_outputs)
-        return StepProgram(gm, inputs, static, name=name, build=build, options=options, join=join)
+        join = functools.partial(AgreedEngine, settings=settings)
+        return StepProgram(gm, inputs, static, name=name, build=build, options=settings.options, join=join)
 
     return step_of(
         fn,
         build=build_step,
-        strict=strict,
-        max_graphs=max_graphs,
-        check=_calls_between_checks(check),
-        data_parallel=data_parallel,
-        shard_optimizer=shard_optimizer,
-        dynamic=dynamic,
+        strict=settings.strict,
+        max_graphs=settings.max_graphs,
+        dynamic=settings.dynamic,
+        **how,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from millstream.errors import ArgumentError
+from millstream.settings import Settings
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 BACKENDS = ("inductor", "millstream")
@@ -16,32 +17,11 @@ OPTIONS = ("engine", "streams", "policy", "memory", "tune", "copy_outputs", "str
 _OF_COMPILE_ONLY = ("freeze", "max_graphs")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What was asked for in ``torch.compile``'s words.
-
-    Attributes:
-        options: Options of TorchInductor.
-        strict: Raise rather than leave a part to Python.
-    """
-
-    options: dict[str, Any] | None
-    strict: bool
-
-
-def translate(
-    *,
-    mode: str | None,
-    fullgraph: bool,
-    dynamic: bool | None,
-    backend: str | None,
-    options: dict[str, Any] | None,
-    strict: bool,
-) -> Asked:
+def translate(settings: Settings, *, mode: str | None, fullgraph: bool, backend: str | None) -> Settings:
     """Say what ``torch.compile``'s arguments mean here.
 
     ``mode`` adds its options of TorchInductor to ``options``, whose values win; CUDA graphs are the engine ``graph``'s
-    own. ``fullgraph=True`` is ``strict=True``. ``dynamic`` goes to Dynamo as it is.
+    own. ``fullgraph=True`` is ``strict=True``.
 
     Raises:
         ArgumentError: One of them has no meaning.
@@ -53,10 +33,9 @@ def translate(
             f"backend={backend!r}: ms.compile is a backend itself, whose kernels are TorchInductor's. "
             f"Leave backend out, or call torch.compile(model, backend={backend!r})."
         )
-    for name, value in (("fullgraph", fullgraph), ("dynamic", dynamic)):
-        if not isinstance(value, bool) and not (name == "dynamic" and value is None):
-            raise ArgumentError(f"{name}={value!r} is neither True nor False.")
-    return Asked(with_mode(mode, options), strict or fullgraph)
+    if not isinstance(fullgraph, bool):
+        raise ArgumentError(f"fullgraph={fullgraph!r} is neither True nor False.")
+    return replace(settings, options=with_mode(mode, settings.options), strict=settings.strict or fullgraph)
 
 
 def with_mode(mode: str | None, options: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Running a plan, all with the same results: ``serial``, ``threads`` (CPU), ``graph`` (one CUDA graph), ``streams``."""
 
-from millstream.engine.build import ENGINES, OneOfMany, build
+from millstream.engine.build import OneOfMany, build
 from millstream.engine.by_size import BySize
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
@@ -8,18 +8,14 @@ from millstream.engine.engine import Engine
 from millstream.engine.parallel.agreed import AgreedEngine
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
-from millstream.schedule import HAND_STREAMS, Scheduling
 
 __all__ = [
-    "ENGINES",
-    "HAND_STREAMS",
     "AgreedEngine",
     "BySize",
     "CudaGraphEngine",
     "Engine",
     "Family",
     "OneOfMany",
-    "Scheduling",
     "SerialEngine",
     "StreamsEngine",
     "build",

@@ -24,9 +24,7 @@ from millstream.errors import ArgumentError
 from millstream.graph import KernelKind, Plan
 from millstream.lower import Lowered
 from millstream.schedule import HAND_STREAMS, MOST_STREAMS, Scheduling, peak_bytes, plan_alike, plan_graph, plan_serial
-
-#: Names that ``engine=`` and ``MILLSTREAM_ENGINE`` accept.
-ENGINES = ("serial", "streams", "graph", "threads")
+from millstream.settings import ENGINES, Settings
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,8 @@ class OneOfMany:
 
 def build(
     lowered: Lowered,
+    settings: Settings,
     *,
-    engine: str | None = None,
-    scheduling: Scheduling | None = None,
-    copy_outputs: bool = True,
     family: Family | None = None,
     one_of_many: OneOfMany | None = None,
     warn: Callable[[str], None] = lambda reason: None,
@@ -58,19 +54,18 @@ def build(
 
     Args:
         lowered: What to run.
-        engine: One of ``ENGINES``; ``None`` takes ``MILLSTREAM_ENGINE`` or else the quickest that the device has.
-        scheduling: Streams, policy and memory; ``MILLSTREAM_NSTREAMS`` overrides the number of streams.
-        copy_outputs: Whether callers own what they get.
+        settings: Which engine (``MILLSTREAM_ENGINE`` overrides it), how many streams (``MILLSTREAM_NSTREAMS`` does),
+            and whether callers own what they get.
         family: Shared by the programs of one model.
         one_of_many: Where the program is there for other sizes, too.
         warn: Told when the program does not run as asked for, which the engine's notes say, too.
 
     Raises:
-        ArgumentError: ``engine`` has no such name, or the memory budget is too small for one stream.
+        ArgumentError: The environment names no engine, or the memory budget is too small for one stream.
         PlanError: The plan would race; a bug, found before anything ran.
     """
-    engine = engine_asked(engine)
-    scheduling = with_environment(scheduling or Scheduling())
+    engine = engine_asked(settings.engine)
+    scheduling = with_environment(settings.scheduling)
     plan = plan_serial(lowered.program.graph)
     budget = scheduling.budget_bytes(plan)
     many = one_of_many or OneOfMany(Arena())
@@ -98,7 +93,7 @@ def build(
             return CudaGraphEngine(
                 lowered,
                 plan,
-                copy_outputs=copy_outputs,
+                copy_outputs=settings.copy_outputs,
                 family=family or Family(),
                 scheduling=scheduling,
                 chosen=chosen,
@@ -142,13 +137,11 @@ def engine_asked(engine: str | None) -> str | None:
     """Let ``MILLSTREAM_ENGINE`` say which engine.
 
     Raises:
-        ArgumentError: It has no such name, or ``engine`` has none.
+        ArgumentError: It has no such name.
     """
     told, choice = os.environ.get("MILLSTREAM_ENGINE"), ", ".join(map(repr, ENGINES))
     if told and told not in ENGINES:
         raise ArgumentError(f"MILLSTREAM_ENGINE={told!r} is no engine; choose one of {choice}, or unset it.")
-    if engine is not None and engine not in ENGINES:
-        raise ArgumentError(f"Unknown engine {engine!r}; choose one of {choice}, or None.")
     return told or engine
 
 

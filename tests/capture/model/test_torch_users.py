@@ -13,20 +13,22 @@ from millstream.api import dynamo_backend, executables
 from millstream.api.torch_arguments import MODES, split_options, translate
 from millstream.capture.lines import is_users
 from millstream.capture.state.executed import Ran, record_module_reads
+from millstream.settings import Settings
 from tests.clocks import HANG_S
 
-PLAIN = {"mode": None, "fullgraph": False, "dynamic": None, "backend": None, "options": None, "strict": False}
+PLAIN = {"mode": None, "fullgraph": False, "backend": None}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_are_options_without_graphs_of_inductors(mode):
-    options = translate(**PLAIN | {"mode": mode}).options or {}
+    options = translate(Settings(), **PLAIN | {"mode": mode}).options or {}
     assert "triton.cudagraphs" not in options
     assert options.get("max_autotune", False) == mode.startswith("max-autotune")
 
 
 def test_options_win_over_the_mode():
-    asked = translate(**PLAIN | {"mode": "max-autotune", "options": {"max_autotune": False, "epilogue_fusion": True}})
+    own = Settings(options={"max_autotune": False, "epilogue_fusion": True})
+    asked = translate(own, **PLAIN | {"mode": "max-autotune"})
     assert asked.options == {"max_autotune": False, "coordinate_descent_tuning": True, "epilogue_fusion": True}
 
 
@@ -66,15 +68,19 @@ def test_options_of_the_backend_are_ours_and_inductors(monkeypatch):
     from millstream.api import compiling
 
     build = compiling.build
-    monkeypatch.setattr(compiling, "build", lambda *args, **known: seen.append(known) or build(*args, **known))
+    monkeypatch.setattr(
+        compiling,
+        "build",
+        lambda lowered, settings, **known: seen.append(settings) or build(lowered, settings, **known),
+    )
     options = {"streams": 2, "engine": "serial", "memory": 2.0, "epilogue_fusion": True}
     model = nn.Linear(4, 4)
     compiled = torch.compile(model, backend=dynamo_backend, options=options)
     x = torch.randn(3, 4)
     with torch.no_grad():
         assert torch.allclose(compiled(x), model(x), atol=1e-6)
-    assert seen[0]["engine"] == "serial"
-    assert (seen[0]["scheduling"].streams, seen[0]["scheduling"].memory) == (2, 2.0)
+    assert seen[0].engine == "serial"
+    assert (seen[0].scheduling.streams, seen[0].scheduling.memory) == (2, 2.0)
 
 
 @pytest.mark.parametrize("options", [{"streams": "many"}, {"engine": "steam"}, {"no_such_option": 1}, {"freeze": True}])

@@ -10,11 +10,11 @@ from torch import nn
 import millstream as ms
 from benchmarks.identity import copied, record, run
 from millstream.api import executables
-from millstream.engine import CudaGraphEngine, Scheduling
+from millstream.engine import CudaGraphEngine
 from millstream.engine.cuda import captured, cuda_graph, in_place
 from millstream.engine.planning import planner
 from millstream.engine.planning.trial import Trials
-from millstream.schedule import choose, plan_serial
+from millstream.schedule import Scheduling, choose, plan_serial
 from tests import networks
 from tests.engines.test_step import OPTIMIZERS, assert_trained_alike, train
 from tests.engines.test_views import rotate, transform

@@ -46,6 +46,7 @@ from millstream.graph import Timeline
 from millstream.lower import Lowered
 from millstream.lower.segments import Segments
 from millstream.schedule import Scheduling
+from millstream.settings import Settings
 from millstream.simulate import with_collectives
 
 OFFER, REPLAY = 1 << 40, 2 << 40
@@ -75,8 +76,7 @@ class AgreedEngine:
         segments: Of its graph, cut at the collectives.
         executables: One a segment; ``None`` where it has nothing to compute.
         num_given: Of the inputs, the last ones: those that each call brings.
-        scheduling: What the user asks of the schedule.
-        copy_outputs: Whether callers own what they get.
+        settings: What the user asks for.
 
     Attributes:
         notes: Why it does not become one graph; empty while it may.
@@ -88,15 +88,14 @@ class AgreedEngine:
         executables: Sequence[Any],
         num_given: int,
         *,
-        scheduling: Scheduling,
-        copy_outputs: bool = True,
+        settings: Settings,
     ) -> None:
         self.segmented = SegmentedEngine(segments, executables)
         self.notes: list[str] = []
         self.whole: WholeGraph | WholeOnHost | None = None
         self._executables, self._num_given, self._switches = list(executables), num_given, present()
-        self._scheduling, self._copies = with_environment(scheduling), copy_outputs
-        if scheduling.memory == Scheduling.memory:
+        self._scheduling, self._copies = with_environment(settings.scheduling), settings.copy_outputs
+        if settings.scheduling.memory == Scheduling.memory:
             self._scheduling = replace(self._scheduling, memory=MEMORY)
         self._agreement = self._find_agreement()
         self._lowered: Lowered | None = None
