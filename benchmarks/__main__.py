@@ -10,6 +10,7 @@ SUITES = (
     "alone",
     "identity",
     "plans",
+    "families",
     "training",
     "large",
     "feed",
