@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-import millstream
 from millstream.cache import cache_folder
 
 SETTINGS = ("MILLSTREAM_", "TORCHINDUCTOR_", "TORCH_COMPILE", "TORCH_LOGS", "TRITON_", "OMP_", "MKL_", "CUDA_")
@@ -32,8 +31,10 @@ def version_report() -> str:
 
 def facts() -> dict[str, str]:
     """What the report says, by name."""
+    from millstream import __version__  # which offers this: importing it above would be a circle
+
     found = {
-        "millstream": millstream.__version__,
+        "millstream": __version__,
         "Python": f"{platform.python_version()} ({platform.python_implementation()}), {platform.platform()}",
         "PyTorch": f"{torch.__version__}, built for {_built_for()}",
         "Triton": version_of("triton") or version_of("pytorch-triton") or "none",

@@ -9,7 +9,7 @@ from millstream.graph import Candidate, Kernel
 from millstream.report.words import count, duration, percent, size
 
 if TYPE_CHECKING:
-    from millstream.report.explanation import Explanation
+    from millstream.report.communication import CommunicationReport
     from millstream.report.program import ProgramReport
 
 MAX_KERNELS = 500  # rows of a table: the page stays below 2 MB
@@ -37,13 +37,13 @@ class Section(NamedTuple):
     picture: int = 0
 
 
-def sections_of(explanation: Explanation) -> Iterator[Section]:
+def sections_of(programs: Sequence[ProgramReport], communication: Sequence[CommunicationReport]) -> Iterator[Section]:
     """One for each program, and one for each step that exchanges something with other processes."""
-    picture = sum(len(each.pictures()) for each in explanation.communication)
-    for program in explanation.programs:
+    picture = sum(len(each.pictures()) for each in communication)
+    for program in programs:
         yield section_of(program, picture)
         picture += len(program.accounts)
-    for each in explanation.communication:
+    for each in communication:
         told = [f"{kind}: {sentence}." for kind, sentence in each.sentences().items()]
         told += [f"{each.waits()}."] if each.waits() else []
         table = Table("", each.columns(), each.rows(), {1, 2, 3, 4, 5})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from millstream.report.pictures.picture import Picture
 from millstream.report.pictures.svg import to_svg
 from millstream.report.program import ProgramReport
 from millstream.report.saved import saved_steps
-from millstream.report.sizes import by_program, summary
+from millstream.report.sizes import MOST_SIZES
+from millstream.report.words import count, duration, shorten, size, table
 
 _WRITERS: dict[str, Callable[[Sequence[Picture]], str]] = {".html": to_html, ".svg": to_svg, ".json": to_perfetto}
 
@@ -63,8 +65,8 @@ class Explanation:
             how = "call it once (a training step twice) and ask again, unless there is nothing in it to compute"
             return f"{self.name}: nothing is compiled; {how}."
         lines: list[str] = []
-        for program, *others in by_program(self.programs):
-            lines += [*summary([program, *others]), ""] if others else []
+        for program, *others in _by_program(self.programs):
+            lines += [*_sizes_of([program, *others]), ""] if others else []
             lines += [*program.text(limit if limit is not None else len(program.graph.kernels)), ""]
         for each in self.communication:
             lines += [*each.text(), ""]
@@ -105,11 +107,55 @@ class Explanation:
                 why = f"nothing of it is compiled: {self.fallbacks[0]}"
             raise ArgumentError(f"there is no timeline of {self.name} to draw: {why}")
         if write is to_html:
-            path.write_text(to_html(pictures, self.name, list(sections_of(self)), self.fallbacks), encoding="utf-8")
+            sections = list(sections_of(self.programs, self.communication))
+            path.write_text(to_html(pictures, self.name, sections, self.fallbacks), encoding="utf-8")
         elif write is to_perfetto:
             path.write_text(to_perfetto(pictures, saved_steps(self.communication)), encoding="utf-8")
         else:
             path.write_text(write(pictures), encoding="utf-8")
+
+
+def _by_program(programs: Sequence[ProgramReport]) -> Iterator[list[ProgramReport]]:
+    """Reports in their order, those of one program together, the size called most often first."""
+    for program, group in groupby(programs, lambda each: None if each.one_size is None else each.one_size.program):
+        if program is None:
+            yield from ([each] for each in group)
+        else:
+            yield sorted(group, key=lambda each: -_calls_of(each))
+
+
+def _calls_of(report: ProgramReport) -> int:
+    """How many calls its size had."""
+    return 0 if report.one_size is None else report.one_size.calls
+
+
+def _sizes_of(reports: Sequence[ProgramReport]) -> list[str]:
+    """A line for each size of one program, and what all of them hold."""
+    first = reports[0]
+    rows = []
+    for each in reports[:MOST_SIZES]:
+        time_ns = each.measured_ns if each.measured_ns is not None else each.predicted_ns
+        kind = "measured" if each.measured_ns is not None else each.guess
+        is_planned = each.one_size is None or each.one_size.is_planned
+        plan = f"{each.engine}, {count(each.streams, 'stream')}" if is_planned else "none yet"
+        told = f"{duration(time_ns)} {kind}" if time_ns is not None else "–"
+        kernels = str(len(each.graph.kernels))
+        name, calls = shorten(", ".join(each.inputs), 60), str(_calls_of(each))
+        rows.append((name, calls, kernels, plan, size(each.peak_bytes), told))
+    head = ("size", "calls", "kernels", "plan", "peak memory", "time")
+    sizes = [each.one_size for each in reports if each.one_size is not None]
+    num_untold = max(each.num_untold for each in sizes)
+    number = len(reports) + num_untold
+    lines = [f"{first.graph.name}: one program for {count(number, 'size')}"]
+    lines += table(head, rows, right={1, 2, 4})
+    if number > len(rows):
+        elsewhere = "" if num_untold else "; .to_dict() has everything"
+        lines.append(f"  … and {count(number - len(rows), 'size')} called more rarely{elsewhere}")
+    shared, own = max(each.shared_bytes for each in sizes), sum(each.own_bytes for each in sizes)
+    objects = sum(each.object_bytes for each in sizes)
+    held = [f"{size(shared)} that they have in turn", f"{size(own)} that they hold for themselves"]
+    held += [f"CUDA graphs about {size(objects)}"] if objects else []
+    return [*lines, f"  memory of all: {', '.join(held)}"]
 
 
 def writer_for(path: Path) -> Callable[[Sequence[Picture]], str]:

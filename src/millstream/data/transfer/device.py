@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -27,9 +27,10 @@ from torch import Tensor
 
 from millstream._torch.tensors import place_of_implementation
 from millstream.data.transfer import lending, outputs
-from millstream.data.transfer.base import NotNowError, PendingBatch, Transfer, Transform, misplaced
-from millstream.data.transfer.buffers import BatchLease, Buffer, BufferPool
-from millstream.data.transfer.layout import Chunk, Layout, cut, describe_leaves, plan_layout
+from millstream.data.transfer.base import NotNowError, Transfer, Transform, misplaced
+from millstream.data.transfer.buffers import Buffer, BufferPool
+from millstream.data.transfer.layout import cut, describe_leaves, plan_layout
+from millstream.data.transfer.outputs import DeviceBatch
 from millstream.data.transfer.staging import (
     CHUNK_BYTES,
     StagingBuffer,
@@ -41,34 +42,10 @@ from millstream.device import DeviceContext, Event, Stream, StreamMarker, tensor
 from millstream.device.drivers.base import Copies
 from millstream.device.native import filler
 from millstream.device.tensor_specs import TensorSpecs
-from millstream.tree.batches import Unflatten, as_tensors, flatten_batch
+from millstream.tree.batches import as_tensors, flatten_batch
 
 MOST_KEPT_BYTES = 256 << 20
 """Of buffers on both sides, from pass to pass: making them takes a millisecond, and a copy of larger batches longer."""
-
-
-class DeviceBatch(PendingBatch):
-    """A batch on its way. What is nearly never set lies in the class and takes no time."""
-
-    chunks: Sequence[Chunk]
-    made: tuple[StreamMarker, Stream] | None = None  # where the source's own device work for this batch ends
-    pinned: StagingBuffer | None = None
-    buffer: Buffer | None = None
-    lease: BatchLease | None = None
-    ready: Event | None = None  # what the consumer's stream waits for
-    tensors: Mapping[int, Tensor] | None = None  # by leaf, those that the user gets
-    whole: Sequence[Tensor] | None = None  # the same where there are no others
-    hidden: Sequence[int] = ()  # others that a transform has made: they may be seen in memory that is not the user's
-    held: Sequence[Tensor] = ()  # such memory, until they were copied out of it
-
-    layout: Layout
-    staged: Sequence[int] = ()  # which leaves lie in the buffer
-    others: dict[int, Any]  # and those that do not
-    addresses: array[int] | None = None  # of the leaves, where their bytes can be copied as they are
-
-    def __init__(self, unflatten: Unflatten, leaves: list[Any]) -> None:
-        self.unflatten = unflatten
-        self.leaves = leaves  # on the host; emptied when they are not needed any more
 
 
 class DeviceTransfer(Transfer):
@@ -147,7 +124,8 @@ class DeviceTransfer(Transfer):
         kind = type(batch)
         # Of a list, all is looked at by compiled code: what else than tensors may be in it, looks like none of them.
         leaves, unflatten = ([*batch], kind) if kind is list or kind is tuple else flatten_batch(batch)
-        pending = DeviceBatch(unflatten, leaves)
+        pending = DeviceBatch()
+        pending.unflatten, pending.leaves = unflatten, leaves
         if self._specs is not None:
             pending.addresses = self._specs.find(leaves)
             if pending.addresses is None and unflatten is kind:  # there may be other containers in it
@@ -182,7 +160,8 @@ class DeviceTransfer(Transfer):
         if host and as_bytes and not (others or layout.shared):
             with suppress(ValueError):  # the compiled code does not know such tensors
                 self._specs = TensorSpecs(host, place_of_implementation())
-        pending = DeviceBatch(unflatten, host)
+        pending = DeviceBatch()
+        pending.unflatten, pending.leaves = unflatten, host
         pending.layout, pending.num_bytes, pending.staged, pending.others = layout, layout.num_bytes, staged, others
         if as_bytes:
             pending.addresses = array("Q", [host[i].data_ptr() for i, _ in layout.sources])

@@ -7,22 +7,61 @@ it goes back to the copy stream only after the user's work with it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence, Set
+from array import array
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from millstream.data.transfer.base import Transform
-from millstream.data.transfer.layout import is_plain, view_leaves
-from millstream.device import DeviceContext, Stream, StreamMarker
+from millstream.data.transfer.base import PendingBatch, Transform
+from millstream.data.transfer.buffers import BatchLease, Buffer, BufferPool
+from millstream.data.transfer.layout import Chunk, Layout, is_plain, view_leaves
+from millstream.data.transfer.staging import StagingBuffer
+from millstream.device import DeviceContext, Event, Stream, StreamMarker
 from millstream.device.drivers.lending import see_alike, whole_storage
 from millstream.tree.arrays import as_tensor
 from millstream.tree.batches import Unflatten, flatten_batch, name_leaf
 
-if TYPE_CHECKING:
-    from millstream.data.transfer.device import DeviceBatch, DeviceTransfer
+
+class DeviceBatch(PendingBatch):
+    """A batch on its way. What is nearly never set lies in the class and takes no time."""
+
+    chunks: Sequence[Chunk]
+    made: tuple[StreamMarker, Stream] | None = None  # where the source's own device work for this batch ends
+    pinned: StagingBuffer | None = None
+    buffer: Buffer | None = None
+    lease: BatchLease | None = None
+    ready: Event | None = None  # what the consumer's stream waits for
+    tensors: Mapping[int, Tensor] | None = None  # by leaf, those that the user gets
+    whole: Sequence[Tensor] | None = None  # the same where there are no others
+    hidden: Sequence[int] = ()  # others that a transform has made: they may be seen in memory that is not the user's
+    held: Sequence[Tensor] = ()  # such memory, until they were copied out of it
+
+    unflatten: Unflatten
+    leaves: list[Any]  # on the host; emptied when they are not needed any more
+    layout: Layout
+    staged: Sequence[int] = ()  # which leaves lie in the buffer
+    others: dict[int, Any]  # and those that do not
+    addresses: array[int] | None = None  # of the leaves, where their bytes can be copied as they are
+
+
+class Destination(Protocol):
+    """What is asked of the way to a device.
+
+    Attributes:
+        context: Of the device.
+        copy_stream: Where copies run, and transforms.
+        pool: Memory on the device.
+    """
+
+    context: DeviceContext
+    copy_stream: Stream
+    pool: BufferPool
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 def can_be_staged(leaf: Any) -> bool:
@@ -49,7 +88,7 @@ def keep_resident(context: DeviceContext, others: dict[int, Any]) -> tuple[Strea
     return StreamMarker(context, stream, timing=False), stream
 
 
-def apply(transfer: DeviceTransfer, transform: Transform, pending: DeviceBatch, memories: Sequence[Tensor]) -> None:
+def apply(transfer: Destination, transform: Transform, pending: DeviceBatch, memories: Sequence[Tensor]) -> None:
     """Run the user's transform on the copy stream, and lend what comes out of it.
 
     Leaves that are not staged are moved there as well, but for those that require gradients: they would lose what made
@@ -82,7 +121,7 @@ def apply(transfer: DeviceTransfer, transform: Transform, pending: DeviceBatch, 
 
 
 def _lend(
-    transfer: DeviceTransfer,
+    transfer: Destination,
     pending: DeviceBatch,
     made: Sequence[Any],
     foreign: Set[int],
@@ -125,7 +164,7 @@ def _lend(
         tensors |= {i: see_alike(memory, made[i]) for i in together}
 
 
-def complete(transfer: DeviceTransfer, pending: DeviceBatch, stream: Stream) -> Any:
+def complete(transfer: Destination, pending: DeviceBatch, stream: Stream) -> Any:
     """Make the batch of what was staged and of what was not, for the consumer's stream."""
     tensors: dict[int, Any] = dict(pending.tensors or {})
     if pending.made is not None:
