@@ -50,3 +50,11 @@ def test_defects_of_a_package_are_found(tmp_path):
         "import cycles": 0,
         "import cycles with TYPE_CHECKING": "two.other ↔ two.same",
     }
+
+
+def test_no_file_imports_another_in_a_circle():
+    """Nor for annotations; within a package, too, which the contracts of layers see as one."""
+    source = Path(__file__).parents[1] / "src" / PACKAGE
+    trees = {COUNT["module_name"](path, source): COUNT["ast"].parse(path.read_text()) for path in source.rglob("*.py")}
+    imports = {name: set(COUNT["imported"](name, tree, trees, True)) for name, tree in trees.items()}
+    assert COUNT["cycles"](imports) == []
