@@ -140,6 +140,16 @@ def test_a_model_computes_the_same_without_any(own_kernels, name, caplog):
         assert {NAMES[each] for each in order} == {*NAMES[-6:]}
 
 
+def test_a_name_of_nothing_is_told_once(caplog, monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_WITHOUT", "epilouges,values,pytorch#198101,split-k")
+    for _ in range(2):
+        torch._dynamo.reset()
+        ms.compile(torch.neg, engine="serial")(torch.ones(2))
+    (record,) = caplog.records
+    assert record.message.startswith("MILLSTREAM_WITHOUT names 'epilouges', which cannot be left out.")
+    assert "'epilogues'" in record.message
+
+
 def test_a_pass_tells_which_lines_it_changes(caplog):
     graph = torch.fx.symbolic_trace(lambda x: torch.relu(x).neg())
 

@@ -31,6 +31,7 @@ from millstream import progress
 from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import compiled_with_loops, traces_unnoticed
+from millstream._torch.workarounds import left_out
 from millstream.errors import ArgumentError, LoweringError, MillstreamError, MisreadError, did_you_mean
 from millstream.kernels import registry
 from millstream.kernels.launches import Launch, compiling
@@ -45,6 +46,7 @@ from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
 from millstream.lower.inductor.shortcuts import no_collections, shortcuts
 from millstream.lower.kept import Found, Record, open_record
+from millstream.lower.pass_list import check_names
 from millstream.lower.plain import plain_forward
 from millstream.lower.segments import Segments, cut, has_collectives
 from millstream.lower.symbolic import SymbolicProgram
@@ -187,6 +189,7 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
     """
     options = dict(options or {})
     off = [] if options.pop("own_kernels", True) else [registry.SWITCH]
+    check_names(left_out())
     num_inputs = len(inputs)  # not they themselves, for later: they are a batch
     ask_early(inputs)
 

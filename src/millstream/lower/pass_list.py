@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
+from millstream._torch.workarounds import PARTS
+from millstream.errors import did_you_mean
 from millstream.kernels import registry
 from millstream.lower import workarounds
 from millstream.passes import cleanup, gradients, selecting
@@ -26,3 +30,14 @@ PASSES: tuple[Pass[..., Any], ...] = (
     *registry.PASSES,
 )
 """Each can be switched off by its name in ``MILLSTREAM_WITHOUT``, and says what it changes (``passes.graph_pass``)."""
+
+
+@functools.cache
+def check_names(left_out: frozenset[str]) -> None:
+    """Log once what ``MILLSTREAM_WITHOUT`` names and does not exist: it would have no effect, and nobody would know."""
+    known = {*PARTS, *(each.issue for each in workarounds.WORKAROUNDS), *(each.name for each in PASSES)}
+    known.update(each.name for each in registry.FAMILIES)
+    for name in sorted(left_out - known):
+        logging.getLogger("millstream.passes").warning(
+            "MILLSTREAM_WITHOUT names %r, which cannot be left out.%s", name, did_you_mean(name, known)
+        )
