@@ -12,36 +12,13 @@ import torch
 
 from millstream import kernels
 from millstream._torch.workarounds import left_out
-from millstream.kernels.channels_last import keep_strides, puts_channels_last, taken_for_convolutions
-from millstream.kernels.conv2d.channels import align_channels
-from millstream.kernels.conv2d.conv2d import CONVOLVE, Conv2d, convolve_2d, convolve_2d_together, launches_of_conv2d
-from millstream.kernels.conv2d.conv2d_writer import bind_conv2d
-from millstream.kernels.conv2d.epilogues import absorb_epilogues
-from millstream.kernels.conv2d.linear import take_linear_layers
-from millstream.kernels.conv2d.split_k import find_split_launches, split_long_sums
-from millstream.kernels.cudnn import absorb_bias_and_relu, bind_cudnn
-from millstream.kernels.depthwise.depthwise import (
-    CONVOLVE_DEPTHWISE,
-    MOST_WINDOWS,
-    Depthwise,
-    bind_depthwise,
-    convolve_depthwise,
-    convolve_depthwise_together,
-    launch_depthwise,
-)
-from millstream.kernels.depthwise.prologues import absorb_prologues
+from millstream.kernels import channels_last, cudnn, horizontal_fusion
+from millstream.kernels.conv2d import channels, conv2d, conv2d_writer, epilogues, linear, split_k
+from millstream.kernels.depthwise import depthwise, prologues
 from millstream.kernels.family import Epilogue, Family, Grouping, Writer
-from millstream.kernels.horizontal_fusion import Own, divide, find_joint_launches, fuse_horizontally
 from millstream.kernels.launches import Launch, compiling
 from millstream.kernels.nodes import depths_of, values
-from millstream.kernels.weights.conversions import take_conversions
-from millstream.kernels.weights.weights import (
-    Conversion,
-    bind_weight,
-    convert_weight,
-    convert_weights_together,
-    launch_conversions,
-)
+from millstream.kernels.weights import conversions, weights
 from millstream.program import Program
 
 SWITCH = "own-kernels"
@@ -51,59 +28,52 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "conv2d",
         "convolutions and linear layers with few products, and what follows them",
-        rewrite_images=(align_channels, absorb_epilogues),
-        rewrite=(take_linear_layers,),
-        operators=(CONVOLVE,),
-        bind=bind_conv2d,
-        grouping=Grouping(convolve_2d, Conv2d, launches_of_conv2d, convolve_2d_together),
+        rewrite_images=(channels.align_channels, epilogues.absorb_epilogues),
+        rewrite=(linear.take_linear_layers,),
+        operators=(conv2d.CONVOLVE,),
+        bind=conv2d_writer.bind_conv2d,
+        grouping=conv2d.GROUPING,
         kernels=frozenset({"conv2d", "reduce_partials"}),
     ),
     Family(
         "depthwise",
         "depthwise convolutions with few results, and what comes before them",
-        rewrite_images=(absorb_prologues,),
-        operators=(CONVOLVE_DEPTHWISE,),
-        bind=bind_depthwise,
-        grouping=Grouping(
-            convolve_depthwise,
-            Depthwise,
-            lambda tasks: [launch_depthwise(tasks)],
-            convolve_depthwise_together,
-            most_windows=MOST_WINDOWS,
-        ),
+        rewrite_images=(prologues.absorb_prologues,),
+        operators=(depthwise.CONVOLVE_DEPTHWISE,),
+        bind=depthwise.bind_depthwise,
+        grouping=depthwise.GROUPING,
         kernels=frozenset({"depthwise"}),
     ),
     Family(
         "weights",
         "copies of small weights with their channels last",
-        rewrite_images=(take_conversions,),
-        bind=bind_weight,
-        grouping=Grouping(
-            convert_weight,
-            Conversion,
-            lambda tasks: [launch_conversions(tasks)],
-            convert_weights_together,
-            is_by_need=True,
-        ),
+        rewrite_images=(conversions.take_conversions,),
+        bind=weights.bind_weight,
+        grouping=weights.GROUPING,
         kernels=frozenset({"convert"}),
     ),
     Family(
         "cudnn",
         "cuDNN's convolutions write into the plan's memory, with bias and relu",
-        bind=bind_cudnn,
-        absorb=absorb_bias_and_relu,
+        bind=cudnn.bind_cudnn,
+        absorb=cudnn.absorb_bias_and_relu,
     ),
     Family(
         "horizontal-fusion",
         "several of our kernels that are alike are one launch",
-        fuse=lambda program: fuse_horizontally(program, _groupings()),
-        launches=lambda program: find_joint_launches(program, _groupings()),
+        fuse=lambda program: horizontal_fusion.fuse_horizontally(program, _groupings()),
+        launches=lambda program: horizontal_fusion.find_joint_launches(program, _groupings()),
     ),
-    Family("split-k", "long sums of few results are split", fuse=split_long_sums, launches=find_split_launches),
+    Family(
+        "split-k",
+        "long sums of few results are split",
+        fuse=split_k.split_long_sums,
+        launches=split_k.find_split_launches,
+    ),
 )
 
 PASSES = (
-    keep_strides,
+    channels_last.keep_strides,
     *(each for family in FAMILIES for each in family.rewrite_images),
     *(each for family in FAMILIES for each in family.rewrite),
 )
@@ -149,9 +119,9 @@ def rewrite(gm: torch.fx.GraphModule) -> bool:
         Whether Inductor is to put the channels of images last, which it would decide of the graph as it was.
     """
     known = families()
-    is_last = any(each.rewrite_images for each in known) and puts_channels_last(gm)
+    is_last = any(each.rewrite_images for each in known) and channels_last.puts_channels_last(gm)
     if is_last:
-        keep_strides(gm)
+        channels_last.keep_strides(gm)
         for family in known:
             for each in family.rewrite_images:
                 each(gm)
@@ -163,7 +133,7 @@ def rewrite(gm: torch.fx.GraphModule) -> bool:
 
 def known_to_inductor() -> AbstractContextManager[None]:
     """Let Inductor take our convolutions for its own where it decides which images are to have their channels last."""
-    return taken_for_convolutions([operator for each in families() for operator in each.operators])
+    return channels_last.taken_for_convolutions([operator for each in families() for operator in each.operators])
 
 
 def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
@@ -179,9 +149,9 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
             if writer is not None and family.grouping is not None:
                 task = family.grouping.task(*values(writer.arguments), node.meta["val"])
                 need = min((depths[user] for user in node.users), default=0)
-                tasks.append(Own(family.grouping, task, depths[node], need))
+                tasks.append(horizontal_fusion.Own(family.grouping, task, depths[node], need))
                 break
-    for group in divide(tasks):
+    for group in horizontal_fusion.divide(tasks):
         yield from tasks[group[0]].grouping.launches([tasks[i].task for i in group])
 
 

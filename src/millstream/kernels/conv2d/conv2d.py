@@ -24,6 +24,7 @@ from millstream.kernels.conv2d.conv2d_tiles import (
     is_pointwise,
     num_pixels,
 )
+from millstream.kernels.family import Grouping
 from millstream.kernels.launches import Launch, dependent_launch_options, pointers
 from millstream.kernels.nodes import ALIGNED_CHANNELS
 
@@ -142,6 +143,9 @@ def launches_of_conv2d(convolutions: Sequence[Conv2d]) -> list[Launch]:
         partials = torch.empty(shape, device=image.device)
         products = launch_partials(out.shape, stride, padding, [each[:2] for each in convolutions], partials)
         return [products, launch_reduction(partials, [each.rest for each in convolutions])]
+
+
+GROUPING = Grouping(convolve_2d, Conv2d, launches_of_conv2d, convolve_2d_together)
 
 
 def partials_shape(convolutions: Sequence[Conv2d]) -> tuple[int, int, int, int] | None:

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from millstream.kernels.family import Writer
+from millstream.kernels.family import Grouping, Writer
 from millstream.kernels.launches import Launch, dependent_launch_options, pointers
 from millstream.kernels.nodes import arguments_of, may_be_ours, values_of
 
@@ -150,6 +150,14 @@ def launch_depthwise(convolutions: Sequence[Depthwise]) -> Launch:
     }
     return Launch(depthwise, grid, arguments, constants)
 
+
+GROUPING = Grouping(
+    convolve_depthwise,
+    Depthwise,
+    lambda convolutions: [launch_depthwise(convolutions)],
+    convolve_depthwise_together,
+    most_windows=MOST_WINDOWS,
+)
 
 _library = torch.library.Library("millstream", "FRAGMENT")
 _library.define(

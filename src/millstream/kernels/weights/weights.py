@@ -18,7 +18,7 @@ import torch
 
 from millstream.graph import KernelKind
 from millstream.kernels.conv2d.conv2d_tiles import ceil_div
-from millstream.kernels.family import Writer
+from millstream.kernels.family import Grouping, Writer
 from millstream.kernels.launches import Launch, dependent_launch_options, pointers
 
 _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest store
@@ -89,6 +89,15 @@ def launch_conversions(conversions: Sequence[Conversion]) -> Launch:
         "num_warps": _NUM_WARPS,
     }
     return Launch(convert, (firsts[-1], 1, 1), arguments, constants)
+
+
+GROUPING = Grouping(
+    convert_weight,
+    Conversion,
+    lambda conversions: [launch_conversions(conversions)],
+    convert_weights_together,
+    is_by_need=True,
+)
 
 
 def _choose_width(outs: Sequence[torch.Tensor]) -> int:
