@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._dynamo.callback import callback_handler
 
-from millstream.signals import Postponed
+from millstream.signals import MARKED
 
 
 class _CompileSignals(threading.local):
@@ -20,8 +20,7 @@ class _CompileSignals(threading.local):
 
     def __init__(self) -> None:
         self._num_calls = 0
-        self._is_main = threading.current_thread() is threading.main_thread()
-        self._postponed = Postponed(interrupts_wait=False)  # to compile may take minutes
+        self._is_marked = False
 
     def begin_call(self) -> None:
         """A call begins."""
@@ -35,20 +34,23 @@ class _CompileSignals(threading.local):
         self._num_calls -= 1
         self.end_compiling()  # what Dynamo tells of its end is dropped by ``torch._dynamo.reset``
         if isinstance(sys.exception(), KeyboardInterrupt):
-            self._postponed.forget_interrupt()
+            MARKED.forget_interrupt()
         self.handle()
 
     def begin_compiling(self) -> None:
-        if self._num_calls and self._is_main:
-            self._postponed.begin()
+        if self._num_calls and MARKED.is_here and not self._is_marked:
+            self._is_marked = True
+            MARKED.begin(interrupts_wait=False)  # to compile may take minutes
 
     def end_compiling(self) -> None:
-        if self._is_main:
-            self._postponed.end()
+        if self._is_marked:
+            self._is_marked = False
+            MARKED.end()
 
     def handle(self) -> None:
         """Call the handlers of what has come."""
-        self._postponed.handle()
+        if MARKED.is_here:
+            MARKED.handle()
 
 
 COMPILE_SIGNALS = _CompileSignals()
