@@ -89,6 +89,10 @@ def test_structures_differ_by_type_value_and_identity():
     assert structure(1) != structure(1.0) != structure(True)
     assert structure((T,)) != structure([T])
     assert structure({"a": T}) != structure({"b": T})
+    assert structure({"a": 1, "b": 2}) != structure({"b": 2, "a": 1})
+    assert structure({1: 0}) != structure({True: 0}) != structure({1.0: 0})
+    assert structure({(1, "a"): 0, "b": 0, None: 0}) != structure({(True, "a"): 0, "b": 0, None: 0})
+    assert [*tree_unflatten(*tree_flatten({"b": T, 2: T, (1, 0.5): T, "a": T}))] == ["b", 2, (1, 0.5), "a"]
     assert structure(object()) != structure(object())
     assert structure(OBJECT) == structure(OBJECT)
 
