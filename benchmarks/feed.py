@@ -301,13 +301,15 @@ def watch(fed: Feed, work: Callable[[], None], device: torch.device) -> tuple[St
     for _ in range(WARM_EPOCHS):
         run_epoch(lambda *_: iter(fed), (), device, work)
         synchronize(device)
+    found = []
     for _ in range(3 * WARM_EPOCHS):
         run_epoch(lambda *_: iter(fed), (), device, work)
         synchronize(device)
-    stats = fed.stats()
-    passes = [each for each in (*stats.epochs[-3 * WARM_EPOCHS + 1 :], stats) if each.hidden is not None]
+        found.append(fed.stats())
+    passes = [each for each in found if each.hidden is not None]
     copied = sum(each.copy_s * each.num_measured for each in passes)
     hidden = sum(each.copy_s * each.num_measured * (each.hidden or 0.0) for each in passes)
+    stats = replace(found[-1], num_measured=sum(each.num_measured for each in found))
     return stats, hidden / copied if copied else None
 
 
@@ -321,8 +323,7 @@ def told(stats: Stats, hidden: float | None) -> list[str]:
     """The same in a few words, with the copies' mean time as the feed sees it."""
     shares = []
     if hidden is not None:
-        num_measured = sum(each.num_measured for each in (*stats.epochs, stats))
-        shares = [f"{hidden:.1%} of copies hidden (of {stats.copy_s * 1e3:.3g} ms, in {num_measured} steps)"]
+        shares = [f"{hidden:.1%} of copies hidden (of {stats.copy_s * 1e3:.3g} ms, in {stats.num_measured} steps)"]
     return [*shares, *([] if stats.has_worker else ["no worker"])]
 
 

@@ -649,5 +649,5 @@ def test_on_the_cpu_a_slow_transform_is_not_called_staging():
     assert len(list(fed)) == 12
     stats = fed.stats()
     assert stats.shares["stage"] > 0.3
-    assert "transform= or cast=" in stats.diagnosis
+    assert "transform= or cast=" in str(stats)
     assert "pinned" not in str(stats)

@@ -79,8 +79,6 @@ def test_a_wait_is_charged_backwards_along_the_way_of_the_batch(monkeypatch):
     assert stats.shares == pytest.approx({"source": 0.3, "stage": 0.2, "copy": 0.1, "compute": 0.4, "host": 0.0})
     assert stats.step_s == pytest.approx(0.010)
     assert stats.hidden == 0
-    assert "30% of the time the loop waits for your DataLoader" in stats.diagnosis
-    assert "9 ms" in stats.diagnosis
 
 
 def test_a_copy_beside_the_computation_is_hidden(monkeypatch):
@@ -88,10 +86,8 @@ def test_a_copy_beside_the_computation_is_hidden(monkeypatch):
     assert stats.shares["compute"] == 1
     assert stats.hidden == 1
     assert stats.copy_s == pytest.approx(0.008)
-    assert "keeps up" in stats.diagnosis
     half = run(monkeypatch, wait_ms=4, run_ms=4, host_ms=1, copy_ms=8)
     assert half.hidden == pytest.approx(0.5)
-    assert "50% of the time the loop waits for the copy" in half.diagnosis
 
 
 def test_a_batch_that_is_there_and_not_handed_out_is_the_hosts(monkeypatch):
@@ -117,7 +113,6 @@ def test_without_a_worker_the_loop_makes_the_next_batch_meanwhile(monkeypatch, l
 def test_a_device_that_has_run_dry_is_told_from_one_that_has_work(monkeypatch):
     dry = run(monkeypatch, wait_ms=0, run_ms=5, host_ms=5)
     assert dry.shares["host"] == 1
-    assert "run dry" in dry.diagnosis
     clock = Clock(monkeypatch)
     clock.step(0, wait_ms=0, run_ms=50, host_ms=1)  # a long step: from here on the device is behind,
     for i in range(1, 10):
@@ -245,8 +240,8 @@ def test_on_a_device(virtual_feed):
     assert 10 <= stats.num_measured <= 19
     assert stats.batch_bytes == 512
     assert sum(stats.shares.values()) == pytest.approx(1)
-    assert stats.to_dict()["diagnosis"] == stats.diagnosis
-    assert str(stats).splitlines()[-1] == stats.diagnosis
+    assert stats.to_dict()["shares"] == stats.shares
+    assert str(stats).splitlines()[-1].startswith("millstream profile")
 
 
 @pytest.mark.parametrize("num_kernels", [0, 30])
@@ -277,7 +272,6 @@ def test_on_the_cpu_a_slow_source_is_named(clock_of_waits):
         pass
     stats = fed.stats()
     assert max(stats.shares, key=stats.shares.__getitem__) == "source"
-    assert "DataLoader" in stats.diagnosis
     assert stats.hidden is None
 
 
@@ -302,7 +296,6 @@ def test_a_loop_that_is_starved_to_95_percent_says_so_although_it_compiled_first
     assert stats.shares["source"] == pytest.approx(0.95, abs=0.001)
     assert stats.step_s == pytest.approx(0.020, rel=0.001)
     assert stats.one_off_s == pytest.approx(30, rel=0.001)
-    assert "95% of the time the loop waits for your DataLoader" in stats.diagnosis
 
 
 def test_stalls_of_the_source_count_although_they_are_rare(monkeypatch):
@@ -324,22 +317,20 @@ def test_stalls_of_the_source_count_although_they_are_rare(monkeypatch):
     assert stats.source_s == 0  # the median
 
 
-def test_each_pass_has_figures_of_its_own_and_so_have_the_last_steps(monkeypatch):
+def test_each_pass_has_figures_of_its_own(monkeypatch):
     clock = Clock(monkeypatch)
     profiler = starve(clock, steps=200, wait_ms=9, run_ms=1)
+    assert profiler.stats().shares["source"] == pytest.approx(0.9, rel=0.001)
     profiler.begin_pass(has_worker=True)
     for i in range(300):
-        times, wait_ms = profiler.watch(i), 1 if i < 200 else 3
+        times = profiler.watch(i)
         profiler.ask(lambda: None, clock.host_ns + 1, due=True)
-        clock.host_ns += wait_ms * MS
+        clock.host_ns += MS
         profiler.num_batches += 1
         profiler.get(times, lambda: None)
         clock.host_ns += MS
     stats = profiler.stats()
-    (before,) = stats.epochs
-    assert before.shares["source"] == pytest.approx(0.9, rel=0.001)
-    assert stats.recent.shares["source"] == pytest.approx(0.75, rel=0.001)
-    assert 0.5 < stats.shares["source"] < 0.75
+    assert stats.shares["source"] == pytest.approx(0.5, rel=0.001)
     assert stats.num_batches == 300
 
 

@@ -26,10 +26,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from millstream.data.stats import NUM_RECENT, Stats, StepTimes, summarize
+from millstream.data.stats import Stats, StepTimes, summarize
 from millstream.device import DeviceContext, StreamMarker
 from millstream.errors import DeviceError
 
@@ -44,8 +44,8 @@ NUM_MEAN = 256
 """About so many steps the present length of a step is a mean of: so many that a step which stalls does not have those
 after it measured more often."""
 
-NUM_STEPS, NUM_EPOCHS = 1024, 16
-"""Measured steps of a pass that are kept, and passes whose figures are."""
+NUM_STEPS = 1024
+"""Measured steps of a pass that are kept."""
 
 DRY_NS, DRY_SHARE = 25_000, 0.02
 """A lag below this is the way from the host to an idle device; as is one below this share of the step."""
@@ -105,7 +105,6 @@ class Profiler:
         self._asked_at: tuple[int, int] | None = None  # when a batch was asked for last, and how many there were then
         self._step_ns: float = INTERVAL_NS  # from one request for a batch to the next, on average
         self._num_mean = 0  # of so many
-        self._epochs: deque[Stats] = deque(maxlen=NUM_EPOCHS)
         self._steps: deque[StepTimes] = deque(maxlen=NUM_STEPS)  # of the present pass
         self._facts: dict[str, Any] = {"is_staged": context is not None}
         self._asked: StreamMarker | int | None = None
@@ -119,8 +118,6 @@ class Profiler:
 
     def begin_pass(self, *, has_worker: bool) -> None:
         """A new pass: what was open has no end."""
-        if self.num_batches:
-            self._epochs.append(self._summarize())
         self._steps.clear()
         self._facts["has_worker"] = has_worker
         self.num_batches = 0
@@ -263,19 +260,15 @@ class Profiler:
         causes = source, stage, copy, compute, host
         self._steps.append(StepTimes(times.index, wait_ns, run_ns, copy_ns, pull_ns, stage_ns, causes, times.num_bytes))
 
-    def _summarize(self) -> Stats:
-        return summarize([*self._steps], num_batches=self.num_batches, **self._facts)
-
     def stats(self, **facts: Any) -> Stats:
-        """What is known of the present pass, and of those before.
+        """What is known of the present pass.
 
         Args:
             facts: Other fields of ``Stats``.
         """
         self.read()
         self._facts |= facts
-        recent = summarize([*self._steps][-NUM_RECENT:], **self._facts)
-        return replace(self._summarize(), recent=recent, epochs=tuple(self._epochs))
+        return summarize([*self._steps], num_batches=self.num_batches, **self._facts)
 
     def close(self) -> None:
         """End of a pass: read what the device has finished, forget the rest."""

@@ -1,4 +1,4 @@
-"""What a feed's measured steps say: where the time goes, and what would help."""
+"""What a feed's measured steps say: where the time goes. Why it does is what ``millstream profile`` finds out."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from statistics import median
 from typing import Any
 
 CAUSES = ("source", "stage", "copy", "compute", "host")
-
-NUM_RECENT = 64
-"""Steps that ``Stats.recent`` is about."""
 
 ONE_OFF_NS, ONE_OFF_FACTOR = 50_000_000, 10
 """A step is one-off (it compiles, captures, saves a checkpoint) if it computes this long, and so many times as long as
@@ -64,8 +61,6 @@ class Stats:
         has_worker: Whether batches are made in a thread of the feed's.
         in_step: Which generators the source draws from, so that it is not read ahead; empty if it is.
         is_staged: Whether batches go to a device. On the CPU ``stage`` is the time of ``transform=`` and ``cast=``.
-        recent: The same of the last 64 measured steps; ``None`` in itself and in past passes.
-        epochs: The same of the passes before, the latest last, up to 16.
     """
 
     num_batches: int = 0
@@ -82,42 +77,15 @@ class Stats:
     has_worker: bool = True
     in_step: str = ""
     is_staged: bool = False
-    recent: Stats | None = None
-    epochs: tuple[Stats, ...] = ()
-
-    @property
-    def diagnosis(self) -> str:
-        """What limits the loop, and what would help, in a sentence or two."""
-        if not self.shares:
-            return "Too few batches to tell where the time goes."
-        cause = max((name for name in CAUSES if name != "compute"), key=lambda name: self.shares[name])
-        share = self.shares[cause]
-        if share < 0.05:
-            return f"The device computes {_percent(self.shares['compute'])} of the time: the feed keeps up with it."
-        if cause == "source" and self.in_step:
-            cause = "in step"
-        if cause == "stage" and not self.is_staged:
-            cause = "transform"
-        return _DIAGNOSES[cause].format(
-            share=_percent(share),
-            source=_ms(self.source_s),
-            stage=_ms(self.stage_s),
-            copy=_ms(self.copy_s),
-            generators=self.in_step,
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data."""
-        return asdict(self) | {"diagnosis": self.diagnosis}
+        return asdict(self)
 
     def __str__(self) -> str:
         lines = [f"{self.num_batches} batches, {self.num_measured} steps measured, {_ms(self.step_s)} each (median)"]
         meanings = _MEANINGS if self.is_staged else _MEANINGS | {"stage": "waiting for transform= or cast="}
-        shown = f"  last {self.recent.num_measured} steps" if self.recent is not None and self.recent.shares else ""
-        lines += [f"{'':11}{'pass':>7}{shown}"] if shown else []
-        for name in CAUSES if self.shares else ():
-            recent = f"{self.recent.shares[name]:14.1%}" if shown and self.recent is not None else ""
-            lines.append(f"  {name:8} {self.shares[name]:7.1%}{recent}  {meanings[name]}")
+        lines += [f"  {name:8} {share:7.1%}  {meanings[name]}" for name, share in self.shares.items()]
         if self.one_off_s:
             lines.append(
                 f"  {self.one_off_s:.3g} s more in steps that took much longer than usual: compilation, as a rule"
@@ -127,7 +95,10 @@ class Stats:
             lines.append(f"  copies: {_ms(self.copy_s)} each, {rate:.1f} GB/s, {self.hidden:.0%} of their time hidden")
         if self.num_kept:
             lines.append(f"  {self.num_kept} pieces of memory were kept by the loop and replaced")
-        return "\n".join([*lines, self.diagnosis])
+        if self.in_step:
+            lines.append(f"  the source draws from the generator of {self.in_step}, so that it is not read ahead")
+        why = "millstream profile says why, and at which line." if self.shares else "Too few batches to tell more."
+        return "\n".join([*lines, why])
 
 
 _MEANINGS = {
@@ -136,22 +107,6 @@ _MEANINGS = {
     "copy": "waiting for the copy",
     "compute": "computing, or with work queued",
     "host": "run dry: the host launched too slowly",
-}
-
-_DIAGNOSES = {
-    "source": "{share} of the time the loop waits for your DataLoader or other source, which takes {source} per batch: "
-    "give it more workers, or let it do less.",
-    "in step": "{share} of the time the loop waits for the source, which takes {source} per batch and draws from the "
-    "generator of {generators}, so that it is not read ahead: give the DataLoader workers, or generators of its own.",
-    "stage": "{share} of the time the loop waits for staging, which takes {stage} per batch: let the source yield "
-    "contiguous tensors, or smaller dtypes and cast them on the device (cast=).",
-    "transform": "{share} of the time the loop waits for transform= or cast=, which take {stage} per batch on the CPU: "
-    "let them do less, or let the workers of a DataLoader do it.",
-    "copy": "{share} of the time the loop waits for the copy, which takes {copy} per batch: send smaller dtypes and "
-    "cast them on the device (cast=), or do more with each batch.",
-    "host": "{share} of the time belongs to steps at whose end the device had run dry: the host launches kernels, or "
-    "runs Python, more slowly than the device computes. Capture the step (ms.step), and read results by ms.fetch "
-    "instead of .item().",
 }
 
 
@@ -186,10 +141,6 @@ def summarize(steps: Sequence[StepTimes], **facts: Any) -> Stats:
         batch_bytes=sum(step.num_bytes for step in steps) / len(steps),
         **facts,
     )
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}"
 
 
 def _ms(seconds: float) -> str:
