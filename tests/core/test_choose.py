@@ -1,37 +1,30 @@
-"""Which plan is chosen, with a pretended device; and what is kept on disk."""
+"""Which plan is chosen on a GPU and on a CPU, with a pretended device."""
 
 import json
-import os
 import random
-import tempfile
 from collections import Counter
 from dataclasses import replace
 from functools import cache
 from math import inf
-from pathlib import Path
 
 import pytest
-import torch
 
-from millstream._torch.workarounds import without
-from millstream.cache import cache_folder
 from millstream.check import check_plan
-from millstream.cost import Costs, CostTable, KernelCost, format_table
-from millstream.engine.planning import store
-from millstream.engine.planning.store import Store
+from millstream.cost import Costs, KernelCost
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN, Spread, Wait
-from millstream.kernels import registry
 from millstream.schedule import POLICIES, Scheduling, peak_bytes, plan_serial, policies
 from millstream.schedule import choose as choice
 from millstream.schedule.choose import (
     MOST_TRIALS,
+    ON_CPU,
     ON_GPU,
     CandidatePlan,
     calibrate,
     choose,
     from_json,
     propose,
+    propose_threads,
     to_json,
 )
 from millstream.testing import blocks_graph, chain_graph, random_graph, towers_graph
@@ -338,6 +331,35 @@ def test_a_single_candidate_is_chosen_without_a_trial():
     assert [each.outcome for each in candidates] == [CHOSEN]
 
 
+# --- on a CPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "streams"), [(0.9, 2), (0.98, 1), ("rounds otherwise", 1)])
+def test_threads_must_be_faster_than_noise_and_give_the_same_bits(factor, streams):
+    serial = plan_serial(TOWERS)
+    candidate_plans = propose_threads(serial, 48 * 10_000, costs_of(TOWERS, share=0.5), GENEROUS, 2)
+    assert [each.plan.num_streams for each in candidate_plans] == [1, 2]
+    check_plan(candidate_plans[1].plan)
+    trial = Trial(lambda candidate: factor)
+    if isinstance(factor, str):
+        trial.compare = lambda candidate, best: factor
+    best, candidates = choose(candidate_plans, trial, inf, ON_CPU)
+    assert best.plan.num_streams == chosen_of(candidates).streams == streams
+    assert candidates[1].outcome == (factor if isinstance(factor, str) else CHOSEN if streams > 1 else "slower")
+
+
+def test_threads_that_promise_little_are_not_tried():
+    serial, other = propose_threads(plan_serial(TOWERS), 48 * 10_000, costs_of(TOWERS, share=0.5), GENEROUS, 2)
+    trial = Trial(lambda candidate: 0.1)
+    best, candidates = choose(
+        [replace(serial, predicted_ns=round(other.predicted_ns * 1.1)), other], trial, inf, ON_CPU
+    )
+    assert (best.plan.num_streams, trial.tried) == (1, [])
+    assert candidates[1].outcome == "predicted to be slower"
+    (only,) = propose_threads(plan_serial(chain_graph(9)), 90_000, costs_of(chain_graph(9)), Scheduling(memory=1.0), 1)
+    assert only.plan.num_streams == 1
+
+
 # --- notes -----------------------------------------------------------------------------------------------------------
 
 
@@ -374,162 +396,3 @@ def test_what_is_planned_is_the_same_in_another_process():
     first, second = (propose(graph, costs_of(graph), GENEROUS) for _ in range(2))
     assert first == second
     assert isinstance(first[0], CandidatePlan)
-
-
-# --- on disk ---------------------------------------------------------------------------------------------------------
-
-COSTS = {"k1": KernelCost(1200, 0.5, 0.25), "k2": KernelCost(7)}
-
-
-@pytest.fixture
-def device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended GPU")
-    return torch.device("cuda:0")
-
-
-@pytest.fixture
-def kept(device, tmp_path):
-    """A store, and its two files with something in them."""
-    found = Store(device, tmp_path / "new" / "folder")
-    found.save_costs(CostTable("Pretended GPU", store.versions(), COSTS))
-    found.save_choice("a", {"serial_ns": 5})
-    costs, choices = sorted((tmp_path / "new" / "folder").iterdir())
-    return found, costs, choices
-
-
-def test_costs_and_choices_add_up(kept, device):
-    found, costs, choices = kept
-    more = {"k2": KernelCost(8), "k3": KernelCost(9)}
-    found.save_costs(CostTable("Pretended GPU", store.versions(), more))
-    found.save_choice("b", {"candidates": []})
-    again = Store(device, costs.parent)
-    assert again.load_costs().costs == {**COSTS, **more}
-    assert (again.load_choice("a"), again.load_choice("b")) == ({"serial_ns": 5}, {"candidates": []})
-    assert again.load_choice("c") is None
-    assert {path.name for path in costs.parent.iterdir()} == {costs.name, choices.name}  # nothing half written
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"7",
-        b"\xff\xfe\x00",
-        b'{"format": 99, "device": "Pretended GPU", "versions": {}, "kernels": {}}',
-        b'{"format": 1, "device": "Pretended GPU", "versions": {}, "kernels": {"k": [1]}}',
-        b'{"format": 1, "device": "Pretended GPU", "versions": {}, "kernels": {"k": ["x", 1, 1]}}',
-        b'{"a": 5}',
-        b"[" * 100_000,
-    ],
-)
-def test_spoiled_files_count_as_empty_and_are_replaced(kept, text):
-    found, costs, choices = kept
-    costs.write_bytes(text)
-    choices.write_bytes(text)
-    assert found.load_costs() == CostTable("Pretended GPU", store.versions())
-    assert found.load_choice("a") is None
-    found.save_costs(CostTable("Pretended GPU", store.versions(), COSTS))
-    found.save_choice("a", {"serial_ns": 6})
-    assert found.load_costs().costs == COSTS
-    assert found.load_choice("a") == {"serial_ns": 6}
-
-
-def test_where_nothing_can_be_written_nothing_is_kept_and_nothing_fails(device, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    found = Store(device, tmp_path / "file" / "cache")
-    found.save_costs(CostTable("Pretended GPU", store.versions(), COSTS))
-    found.save_choice("a", {})
-    assert found.load_costs().costs == {}
-    assert found.load_choice("a") is None
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_no_litter(kept, monkeypatch):
-    found, costs, choices = kept
-    before = costs.read_text()
-
-    def full(path, content):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    found.save_costs(CostTable("Pretended GPU", store.versions(), {"k9": KernelCost(1)}))
-    assert costs.read_text() == before
-    assert {path.name for path in costs.parent.iterdir()} == {costs.name, choices.name}
-
-
-def test_another_device_or_version_starts_empty(kept, device, monkeypatch):
-    found, costs, _ = kept
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Another GPU")
-    other = Store(device, costs.parent)
-    assert other.load_costs() == CostTable("Another GPU", store.versions())
-    assert other.load_choice("a") is None
-    other.save_choice("a", {"serial_ns": 9})
-    assert found.load_choice("a") == {"serial_ns": 5}
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended GPU")
-    monkeypatch.setattr(store, "versions", lambda: {"torch": "9.9"})
-    assert Store(device, costs.parent).load_costs().costs == {}
-    assert Store(device, costs.parent).load_choice("a") is None
-    # A file under the right name that was measured elsewhere: copied by hand, or a digest that collides.
-    costs.write_text(format_table(CostTable("Another GPU", found._versions, COSTS)))
-    assert found.load_costs().costs == {}
-
-
-def test_another_form_of_our_kernels_starts_empty(kept, device, monkeypatch, tmp_path):
-    _, costs, _ = kept
-    for name, text in (("__init__.py", ""), ("kernel.py", "one form")):
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(registry.kernels, "__file__", str(tmp_path / "__init__.py"))
-    seen = set()
-    for text in ("one form", "another", "one form"):
-        (tmp_path / "kernel.py").write_text(text)
-        registry._sources.cache_clear()
-        seen.add(store.versions()["kernels"])
-        assert Store(device, costs.parent).load_costs().costs == {}
-        with without({"conv2d"}):
-            assert store.versions()["kernels"] not in seen
-    registry._sources.cache_clear()
-    assert len(seen) == 2
-
-
-def test_where_the_files_lie(monkeypatch, tmp_path):
-    for name in ("MILLSTREAM_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert cache_folder() == tmp_path / ".cache" / "millstream"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_folder() == Path("/xdg/millstream")
-    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", "/mine")
-    assert cache_folder() == Path("/mine")
-
-
-def test_a_user_without_a_home_keeps_files_among_the_temporary_ones(monkeypatch, tmp_path):
-    for name in ("MILLSTREAM_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    assert cache_folder() == tmp_path / f"millstream-{os.getuid()}"
-
-
-def test_the_key_of_a_choice_depends_on_what_the_choice_depends_on():
-    class Program:
-        def __init__(self, graph, code="code"):
-            self.graph, self._code = graph, code
-
-        def code(self, kernel):
-            return self._code
-
-    keys = {
-        store.choice_key(Program(TOWERS), Scheduling()),
-        store.choice_key(Program(TOWERS), Scheduling(4)),
-        store.choice_key(Program(TOWERS), Scheduling(memory=1.5)),
-        store.choice_key(Program(TOWERS, "other"), Scheduling()),
-        store.choice_key(Program(chain_graph(3)), Scheduling()),
-    }
-    assert len(keys) == 5
-    assert store.choice_key(Program(TOWERS), Scheduling()) in keys
