@@ -10,6 +10,7 @@ from millstream.api import executables
 from millstream.engine.source import compile_plan
 from millstream.errors import GraphError
 from millstream.schedule import plan_serial
+from tests.engines.test_threads import threaded
 from tests.networks import lowered
 
 
@@ -105,3 +106,16 @@ def test_what_pytorch_returns_is_compared_in_the_first_call(monkeypatch):
             torch.testing.assert_close(result, (inputs[0] + number).sort(0)[0] + 1)
         assert numbers[0] == 3
         assert bool(run.__globals__["pending"]) is (make is turned)
+
+
+@torch.no_grad()
+def test_what_pytorch_returns_is_copied_where_threads_call_it():
+    program, inputs, _ = lowered(lambda x: [(x + number).sort(0) for number in range(2)], torch.randn(4, 4))
+    program = program.program
+    names = [name for call in program.calls for _, name in call.results]
+    layouts = {name: replace(program.tensors[name], stride=(1, 4)) for name in names}
+    _, run = threaded(replace(program, tensors=program.tensors | layouts))
+    results, x = run(list(inputs)), inputs[0]
+    assert {result.stride() for result in results} == {(1, 4)}
+    for number in range(2):
+        assert all(map(torch.equal, results[2 * number : 2 * number + 2], (x + number).sort(0)))

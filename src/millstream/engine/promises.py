@@ -19,7 +19,7 @@ from torch import Tensor
 
 from millstream.errors import GraphError
 from millstream.graph import Kernel
-from millstream.program import Layout
+from millstream.program import Layout, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class Promise:
     kernel: Kernel  # that returns it
     is_users: bool  # whether that calls an operator of the user's
     pending: list[str]  # whether anything is still to be compared: names, of which the first stands for the first call
+
+
+def promised(program: Program, name: str) -> Layout | None:
+    """How a result is to lie; ``None`` where it is not strided, or a view of another tensor."""
+    return program.tensors.get(name) if program.graph.storage(name) == name else None
 
 
 def fit(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], promise: Promise) -> Tensor:

@@ -35,7 +35,7 @@ from millstream._torch.operators import is_users
 from millstream._torch.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret, tracked_view
 from millstream.device import DeviceContext, Event
 from millstream.engine.control import prepare
-from millstream.engine.promises import Promise, fit
+from millstream.engine.promises import Promise, fit, promised
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
 from millstream.lower.control_flow import Control
@@ -279,8 +279,8 @@ class Writer:
 
     def _write_result(self, kernel: int, name: str, text: str, where: str = "") -> None:
         """Bind what an operator returns, as it has promised it to be; see ``promises``."""
-        layout, local = self.program.tensors.get(name), self._local(name)
-        if layout is None or self.program.graph.storage(name) != name:  # it is not strided, or a view of another
+        layout, local = promised(self.program, name), self._local(name)
+        if layout is None:
             self.lines.append(f"{local} = {text}{where}")
             return
         is_always = is_users(self.program.calls[kernel].target)

@@ -145,7 +145,20 @@ int64_t address(const at::Tensor& tensor, int64_t number) {
 struct Result {
   int64_t index;  // among what the operator returns
   int64_t reg;
+  std::optional<Layout> promised;  // how kernels take it to lie
 };
+
+// A result, or a copy of it with the strides that were promised.
+at::Tensor as_promised(at::Tensor tensor, const std::optional<Layout>& promised) {
+  if (!promised || tensor.layout() != at::kStrided || tensor.sizes() != at::IntArrayRef(promised->size)) return tensor;
+  for (size_t dim = 0; dim < promised->size.size(); dim++) {
+    if (tensor.stride(dim) != promised->stride[dim] && promised->size[dim] != 1) {
+      const at::Tensor made(at::detail::empty_strided_cpu(promised->size, promised->stride, tensor.scalar_type()));
+      return made.copy_(tensor);
+    }
+  }
+  return tensor;
+}
 
 struct Stopped {};
 struct PythonFailed {};
@@ -307,9 +320,10 @@ void millstream_push_list(Plan* plan, int count) {
   plan->pending.push_back({{}, {}, {}, items});
 }
 
-// Returns whether there is an operator that takes such arguments.
+// Returns whether there is an operator that takes such arguments. Of each result, there are its position among what it
+// returns, its register, and how many dimensions it has, with all sizes and then all strides; -1 if that is not known.
 int millstream_add_operator(
-    Plan* plan, int stream, int kernel, const char* name, const char* overload, const Result* results, int count) {
+    Plan* plan, int stream, int kernel, const char* name, const char* overload, const int64_t* results, int count) {
   std::vector<Argument> arguments;
   arguments.swap(plan->pending);
   const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
@@ -320,7 +334,14 @@ int millstream_add_operator(
     if (!fits(arguments[i], types[i])) return 0;
     if (is_constant(arguments[i])) arguments[i] = {evaluate(arguments[i], types[i], {})};
   }
-  std::vector<Result> wanted(results, results + count);
+  std::vector<Result> wanted;
+  for (int i = 0; i < count; i++) {
+    const int64_t index = *results++, reg = *results++, dims = *results++;
+    wanted.push_back({index, reg, std::nullopt});
+    if (dims < 0) continue;
+    wanted.back().promised = Layout{{results, results + dims}, {results + dims, results + 2 * dims}, 0};
+    results += 2 * dims;
+  }
   plan->streams[stream].push_back({kernel, [=, op = *found, stack = torch::jit::Stack()]() mutable {
     stack.clear();
     for (size_t i = 0; i < arguments.size(); i++) {
@@ -329,8 +350,9 @@ int millstream_add_operator(
     at::AutoDispatchBelowAutograd below;
     op.callBoxed(stack);
     const bool is_list = stack.size() == 1 && stack[0].isTensorList();
-    for (const auto& [index, reg] : wanted) {
-      plan->registers[reg] = is_list ? stack[0].toTensorList().get(index) : stack[index].toTensor();
+    for (const auto& [index, reg, promised] : wanted) {
+      const at::Tensor result = is_list ? stack[0].toTensorList().get(index) : stack[index].toTensor();
+      plan->registers[reg] = as_promised(result, promised);
     }
     stack.clear();
   }});

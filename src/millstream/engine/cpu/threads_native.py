@@ -37,7 +37,7 @@ from millstream._torch.tensors import (
     realign,
 )
 from millstream.engine.cpu.worker_pool import Library, WorkerPool, library
-from millstream.engine.promises import Promise, fit
+from millstream.engine.promises import Promise, fit, promised
 from millstream.engine.source import callee
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Kernel, Launch, Plan, Record, Wait
@@ -148,11 +148,10 @@ class _Values:
 
     def _fit(self, kernel: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A result as it was promised, see ``promises``."""
-        layout, entry = self._program.tensors.get(name), self._program.graph.kernels[kernel]
-        if layout is None or self._program.graph.storage(name) != name:
+        if (layout := promised(self._program, name)) is None:
             return tensor
-        promise = Promise(layout, name, entry, is_users(self._program.calls[kernel].target), [])
-        return fit(tensor, layout.size, layout.stride, promise)
+        call, entry = self._program.calls[kernel], self._program.graph.kernels[kernel]
+        return fit(tensor, layout.size, layout.stride, Promise(layout, name, entry, is_users(call.target), []))
 
     def bind(self, name: str) -> bool:
         """Whether a value stays in place from call to call; one that is a view of such a value becomes one."""
@@ -215,7 +214,8 @@ class _Builder:
         for leaf in tree_leaves((call.args, call.kwargs)):
             if isinstance(leaf, Value):
                 self._register(leaf.name)
-        results = [(index or 0, self._make(name)) for index, name in call.results]
+        results: list[tuple[int, ...]]
+        results = [(index or 0, self._make(name), *self._promise(name)) for index, name in call.results]
         entry = getattr(call.target, "entry", None)
         if entry and all(isinstance(arg, (Value, int)) for arg in call.args):
             operands = _integers(number for arg in call.args for number in self._operand(arg))
@@ -232,7 +232,12 @@ class _Builder:
         view = self._program.views.get(arg.name)
         return self._register(arg.name), view.offset if view else 0
 
-    def _add_operator(self, kernel: int, stream: int, results: list[tuple[int, int]]) -> bool:
+    def _promise(self, name: str) -> tuple[int, ...]:
+        """How a result is to lie: the number of its dimensions, sizes and strides; see ``promises``."""
+        layout = promised(self._program, name)
+        return (-1,) if layout is None else (len(layout.size), *layout.size, *layout.stride)
+
+    def _add_operator(self, kernel: int, stream: int, results: list[tuple[int, ...]]) -> bool:
         """Let compiled code call an operator, if it can."""
         call = self._program.calls[kernel]
         operator = operator_of(call, self._program.graph.kernels[kernel])
