@@ -32,7 +32,7 @@ def test_one_rank_falls_back(pair):
 
 def test_settings_differ(pair):
     for told in pair.run(checks.other_settings):
-        assert "Net differs between processes: rank 0 has 'Settings(" in told
+        assert "Net differs between processes: rank 0 has 'ReducerSettings(" in told
 
 
 def test_optimizers_differ(pair):

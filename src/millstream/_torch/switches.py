@@ -292,7 +292,7 @@ def precision_told_by(ask: Callable[[], str]) -> str | None:
         return None
 
 
-class Settings:
+class SwitchSettings:
     """The values of all switches; there is one object for equal ones.
 
     Attributes:
@@ -316,15 +316,15 @@ class Settings:
             self._digests[device] = hashlib.sha256(text.encode()).hexdigest()[:12]
         return self._digests[device]
 
-    def changed_since(self, before: Settings) -> list[Switch]:
+    def changed_since(self, before: SwitchSettings) -> list[Switch]:
         """The switches that were otherwise before."""
         found = zip(SWITCHES, self.values, before.values, strict=True)
         return [switch for switch, now, then in found if now != then]
 
 
 _READERS = tuple(switch.read for switch in SWITCHES)
-_settings: dict[tuple[Hashable, ...], Settings] = {}
-_known: dict[Any, Settings] = {}  # by what ``_read`` gives
+_settings: dict[tuple[Hashable, ...], SwitchSettings] = {}
+_known: dict[Any, SwitchSettings] = {}  # by what ``_read`` gives
 """Few: one for each setting of a process's switches."""
 
 
@@ -345,18 +345,18 @@ def accelerate(read: Callable[[], Any]) -> None:
     _read = read
 
 
-def present() -> Settings:
+def present() -> SwitchSettings:
     """The switches as they are; asked in every call."""
     found = _known.get(_read())
     return _learn() if found is None else found
 
 
-def _learn() -> Settings:
+def _learn() -> SwitchSettings:
     while True:  # another thread may change one meanwhile
         read = _read
         key = read()
         values = tuple(switch.in_effect(value) for switch, value in zip(SWITCHES, _read_plainly(), strict=True))
-        found = _settings.setdefault(values, Settings(values)) if values not in _settings else _settings[values]
+        found = _settings.setdefault(values, SwitchSettings(values)) if values not in _settings else _settings[values]
         if key is None:
             return found
         if read() == key:

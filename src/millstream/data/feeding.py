@@ -39,7 +39,7 @@ U = TypeVar("U")
 if TYPE_CHECKING:
     from typing_extensions import TypedDict  # whose dicts may be closed
 
-    class Settings(TypedDict, total=False, closed=True):
+    class FeedSettings(TypedDict, total=False, closed=True):
         """What ``feed`` may be told by name; see there."""
 
         max_bytes: int | None
@@ -92,19 +92,29 @@ class Options:
 
 @overload
 def feed(
-    loader: DataLoader[T], device: Device, depth: int = 2, *, transform: None = None, **settings: Unpack[Settings]
+    loader: DataLoader[T], device: Device, depth: int = 2, *, transform: None = None, **settings: Unpack[FeedSettings]
 ) -> Feed[T]: ...
 @overload
 def feed(
-    loader: DataLoader[T], device: Device, depth: int = 2, *, transform: Callable[[T], U], **settings: Unpack[Settings]
+    loader: DataLoader[T],
+    device: Device,
+    depth: int = 2,
+    *,
+    transform: Callable[[T], U],
+    **settings: Unpack[FeedSettings],
 ) -> Feed[U]: ...
 @overload
 def feed(
-    loader: Iterable[T], device: Device, depth: int = 2, *, transform: None = None, **settings: Unpack[Settings]
+    loader: Iterable[T], device: Device, depth: int = 2, *, transform: None = None, **settings: Unpack[FeedSettings]
 ) -> Feed[T]: ...
 @overload
 def feed(
-    loader: Iterable[T], device: Device, depth: int = 2, *, transform: Callable[[T], U], **settings: Unpack[Settings]
+    loader: Iterable[T],
+    device: Device,
+    depth: int = 2,
+    *,
+    transform: Callable[[T], U],
+    **settings: Unpack[FeedSettings],
 ) -> Feed[U]: ...
 @names_are_suggested(_ELSEWHERE)
 def feed(  # noqa: PLR0913 - one keyword per thing that a user may want

@@ -23,7 +23,7 @@ from millstream.errors import DataParallelError
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ReducerSettings:
     """What is to be the same in all processes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Reducer:
         name: str,
         parameters: Sequence[tuple[str, Tensor]],
         group: dist.ProcessGroup,
-        settings: Settings,
+        settings: ReducerSettings,
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self.name, self.group, self.settings = name, group, settings

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from millstream._torch.distributed.data_parallel import copy_from_first, is_distributed_run
-from millstream.data_parallel.reducer import Reducer, Settings
+from millstream.data_parallel.reducer import Reducer, ReducerSettings
 from millstream.data_parallel.session import watch_steps
 from millstream.data_parallel.sharding.optimizer import Sharding, sharding_of, why_not_sharded
 from millstream.data_parallel.sharding.reducer import ShardedReducer
@@ -57,7 +57,7 @@ def replicate(
     processes: Any = group or dist.group.WORLD
     held = {id(tensor): (path, tensor) for path, tensor in _tensors_of(modules, optimizers, tensors)}
     trained = [(path, tensor) for path, tensor in held.values() if tensor.requires_grad]
-    settings = Settings(is_static=True)
+    settings = ReducerSettings(is_static=True)
     if not shards or dist.get_world_size(processes) == 1:
         reducer = Reducer(name, trained, processes, settings, [optimizer for _, optimizer in optimizers])
     else:
@@ -71,7 +71,7 @@ def _shard(
     name: str,
     trained: list[tuple[str, Tensor]],
     group: dist.ProcessGroup,
-    settings: Settings,
+    settings: ReducerSettings,
     optimizers: Sequence[tuple[str, Optimizer]],
     scalers: Sequence[tuple[str, Any]],
 ) -> Reducer:

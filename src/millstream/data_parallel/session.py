@@ -36,7 +36,7 @@ from millstream._torch.distributed.data_parallel import (
     why_not_ours,
 )
 from millstream._torch.hooks import OwnHook
-from millstream.data_parallel.reducer import Reducer, Settings
+from millstream.data_parallel.reducer import Reducer, ReducerSettings
 from millstream.data_parallel.sharding.reducer import ShardedReducer
 from millstream.data_parallel.sync_batch_norm import group_of, normalize
 from millstream.errors import DataParallelError
@@ -248,7 +248,7 @@ def new_reducer(wrapper: DistributedDataParallel, optimizers: Sequence[Optimizer
     Raises:
         DataParallelError: They have other models or settings.
     """
-    settings = Settings(
+    settings = ReducerSettings(
         cap_bytes=wrapper.bucket_bytes_cap,
         compress=compression_of(wrapper),
         finds_unused=wrapper.find_unused_parameters and not wrapper.static_graph,

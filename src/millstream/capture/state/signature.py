@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millstream._torch.modes import ambient
-from millstream._torch.switches import Settings
+from millstream._torch.switches import SwitchSettings
 from millstream.tree.spec import SCALARS
 
 TensorSpec: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], object, bool]
@@ -99,7 +99,7 @@ def key_of(form: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return (form, ambient(), *specs)
 
 
-def settings_of(key: tuple[Any, ...]) -> Settings:
+def settings_of(key: tuple[Any, ...]) -> SwitchSettings:
     """PyTorch's switches in the key of a call."""
     _, (settings, *_), *_ = key
     return settings  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream._torch.switches import Settings
+from millstream._torch.switches import SwitchSettings
 from millstream._torch.tensors import place_of_implementation
 from millstream.capture.state.objects import is_written_in_python, objects_of_batch
 from millstream.capture.state.signature import (
@@ -61,7 +61,7 @@ class Form:
         return self.key[2:]  # type: ignore[no-any-return]
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> SwitchSettings:
         """PyTorch's switches."""
         return settings_of(self.key)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from millstream._torch.switches import Settings
+from millstream._torch.switches import SwitchSettings
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.record.scope import Difference
@@ -71,7 +71,7 @@ class Request:
     changing: Container[Location]  # places whose tensors are to be read as arguments are
     # positions in ``state`` of numbers on the host, and the device on which the graph reads them
     host_scalars: dict[int, torch.device]
-    settings: Settings  # the switches of the call
+    settings: SwitchSettings  # the switches of the call
     settled: set[Any] = field(default_factory=set)  # changes of plain values that were seen before; see ``FirstChange``
     # places of numbers where an earlier trace of the same call has found plain ones in the end, see ``Disturbed``
     plain: set[Location] = field(default_factory=set)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from millstream._torch.switches import Decides, Settings, Switch, present, put_back, remember
+from millstream._torch.switches import Decides, Switch, SwitchSettings, present, put_back, remember
 from millstream.capture.step.request import FirstChange
 from millstream.errors import CaptureError
 
@@ -32,7 +32,7 @@ class SwitchWatch:
         settings: The switches of the call.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SwitchSettings) -> None:
         self._settings = settings
         self._before: list[tuple[Switch, Any]] = []  # once the step sets one
         self._line: str | None = None  # of the step's that was the last to do so

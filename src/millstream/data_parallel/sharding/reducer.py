@@ -30,7 +30,7 @@ from millstream.data_parallel.exchange import (
     scatter_over,
     sum_over,
 )
-from millstream.data_parallel.reducer import Reducer, Settings, member_of
+from millstream.data_parallel.reducer import Reducer, ReducerSettings, member_of
 from millstream.data_parallel.sharding.pieces import Piece, pad, pieces_of
 from millstream.errors import ArgumentError
 
@@ -58,7 +58,7 @@ class ShardedReducer(Reducer):
         name: str,
         parameters: Sequence[tuple[str, Tensor]],
         group: dist.ProcessGroup,
-        settings: Settings,
+        settings: ReducerSettings,
         owners: Mapping[int, int],
         optimizers: Sequence[Optimizer] = (),
     ) -> None:

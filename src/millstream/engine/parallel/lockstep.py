@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from millstream._torch.switches import Settings, present
+from millstream._torch.switches import SwitchSettings, present
 from millstream.cost import Costs, KernelCost
 from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.board import NotTogetherError
@@ -39,7 +39,7 @@ SHARE_OF_BLOCKS = 0.2  # of the multiprocessors of an H100: NCCL takes up to 24 
 T = TypeVar("T")
 
 
-def together(agreement: Agreement, act: Callable[[], T], switches: Settings | None = None) -> T:
+def together(agreement: Agreement, act: Callable[[], T], switches: SwitchSettings | None = None) -> T:
     """Do what exchanges nothing and may fail for want of memory or because it cannot be captured, in all processes.
 
     Args:

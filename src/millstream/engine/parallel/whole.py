@@ -13,7 +13,7 @@ import torch
 
 from millstream._torch.devices.streams import current_stream_handle
 from millstream._torch.distributed.shutdown import release_before_shutdown
-from millstream._torch.switches import Settings
+from millstream._torch.switches import SwitchSettings
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel.agreement import Agreement
@@ -205,7 +205,7 @@ def capture_together(
     inputs: Sequence[Any],
     scheduling: Scheduling,
     copied: frozenset[int],
-    switches: Settings,
+    switches: SwitchSettings,
 ) -> WholeGraph:
     """Choose a plan in all processes, and capture it; memory holds what it held before, also where plans were tried.
 

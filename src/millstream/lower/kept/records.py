@@ -29,7 +29,7 @@ import torch
 
 from millstream import progress
 from millstream._torch.compiler.expressions import guards_of, hold_guards, symbols_of
-from millstream._torch.switches import Settings, present
+from millstream._torch.switches import SwitchSettings, present
 from millstream.cache import cache_folder, file_lock, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
 from millstream.lower.inductor.fx_wrapper import SOURCES, GeneratedKernel, Sources
@@ -108,7 +108,9 @@ class Record:
         switches: Of PyTorch, under which it is lowered.
     """
 
-    def __init__(self, digest: str, gm: torch.fx.GraphModule, symbols: Mapping[str, Any], switches: Settings) -> None:
+    def __init__(
+        self, digest: str, gm: torch.fx.GraphModule, symbols: Mapping[str, Any], switches: SwitchSettings
+    ) -> None:
         self.digest, self.symbols, self.switches = digest, symbols, switches
         self.lines = list(dict.fromkeys((source_line(node), module_path(node)) for node in gm.graph.nodes))
         names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
