@@ -88,7 +88,6 @@ PARTS: Mapping[str, str] = {
     "comparison": "processes do not compare what they train by",
     "values": "programs are not checked for reads of what has been overwritten",
     "patches": "functions and classes of libraries may be replaced after a capture unnoticed",
-    "records": "what a step reads is not recorded, and its conditions come from a search by names alone",
     "own-kernels": "convolutions, linear layers and weights are left to TorchInductor and libraries",
     "branches": "steps do not take both ways of a branch on a tensor's value",
 }

@@ -13,9 +13,9 @@ from torch import nn
 
 from millstream.capture import Step
 from millstream.capture.guards import native
+from millstream.capture.record.location import SlotAttributes
 from millstream.capture.state import signature
 from millstream.capture.state.discover import MISSING
-from millstream.capture.state.location import SlotAttributes
 from millstream.capture.step.step import QUICKEN_EVERY
 from millstream.errors import CaptureError
 from tests.capture.worlds import interpret, plain

@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from millstream.capture.guards import derive
 from millstream.capture.guards.guards import Check, Guards
-from millstream.capture.state.code import Reach
+from millstream.capture.record.location import MISSING, Attributes, ClassAttributes, ContextValue, SlotAttributes
 from millstream.capture.state.contents import is_buffer
-from millstream.capture.state.location import MISSING, Attributes, ClassAttributes, ContextValue, SlotAttributes
 from tests.capture.guards.cells import CELLS
 from tests.capture.guards.programs import frozen, programs, run
 
@@ -157,8 +156,8 @@ HOLES = {  # what is switched off, how, and a part of the names of the cells tha
     "buffers": (measuring_no(is_buffer), "bytearray"),
     "C's values": (measuring_no(is_buffer), "ctypes"),
     "long containers": (measuring_no(lambda each: not isinstance(each, Attributes) and len(each) > 1000), "long "),
-    "attributes that appear": (measuring_no(lambda each: isinstance(each, dict | Attributes)), "namespace / hasattr / appears"),
-    "attributes of classes that appear": (measuring_no(lambda each: isinstance(each, Attributes)), "class / hasattr"),
+    "attributes that appear": (expecting_no(lambda at, value: value is MISSING), "namespace / hasattr / appears"),
+    "attributes of classes that appear": (expecting_no(lambda at, value: value is MISSING), "class / hasattr"),
     "the class of an object": (pinning_no(0), "object / its "),
     "the class of a module": (pinning_no(0), "module / its class"),
     "the bases of a class": (pinning_no(1), "__bases__"),
@@ -168,7 +167,6 @@ HOLES = {  # what is switched off, how, and a part of the names of the cells tha
     "shapes": (seeing_no(1, 4), "shape of a tensor / rebind"),
     "dtypes": (seeing_no(2), "dtype of a tensor"),
     "strides": (seeing_no(4), "stride of a tensor"),
-    "whether a gradient is required": (seeing_no(5), "closure / requires_grad of a tensor"),
     "offsets": (seeing_no(7), "offset of a tensor"),
     "whether there is a gradient": (seeing_no(8), "grad of a tensor / grad "),
     "whether there is a tensor": (without("millstream.capture.guards.derive.kind_of", lambda value: None), "none of a tensor"),
@@ -180,11 +178,10 @@ HOLES = {  # what is switched off, how, and a part of the names of the cells tha
     "attributes of modules": (expecting_no(lambda at, value: "_parameters" in at.holder if isinstance(at.holder, dict) else False), "out_features"),
     "shapes of arguments": (without("millstream.capture.state.signature.spec_of", lambda tensor: ((), tensor.dtype, tensor.device, (), False, False)), "dict / in / add"),
     "learning rates": (without("millstream.capture.step.graph.StepGraph.fill_slots", lambda self: None), "optimizer that steps / lr"),
-    "groups of parameters": (without("millstream.capture.guards.derive._add_group", lambda *_: None), "weight_decay"),
-    "names that are computed": (without("millstream.capture.state.executed.reach_of", lambda code: Reach.NONE), "computed name"),
-    "attributes that are matched": (without("millstream.capture.state.executed.reach_of", lambda code: Reach.NONE), "match by position"),
-    "PyTorch's own objects": (without("millstream.capture.state.discover._names_of_class", lambda *_: frozenset()), "log_prob"),
-    "defaults of optimizers": (without("millstream.capture.state.discover._own_of_optimizers", lambda: frozenset(["defaults"])), "defaults / assign"),
+    "names that are computed": (without("millstream.capture.record.recorder.find_reads", lambda *_: ()), "computed name"),
+    "attributes that are matched": (without("millstream.capture.record.recorder.Recorder._match_class", lambda *_: None), "match by position"),
+    "PyTorch's own objects": (without("millstream.capture.state.relevant._is_looked_into", lambda owner: False), "log_prob"),
+    "what is called": (without("millstream.capture.record.recorder.Recorder._called", lambda *_: None), "its defaults"),
 }  # fmt: skip
 
 
@@ -213,7 +210,6 @@ def test_the_search_finds_it(hole, monkeypatch):
     def search(program):
         run(program)
 
-    monkeypatch.setenv("MILLSTREAM_WITHOUT", "records")  # which would close some of them
     plant(monkeypatch)
     wrong = RuntimeError if hole == "shapes of arguments" else AssertionError  # a kernel that is given other shapes
     with pytest.raises(wrong, match=r"call \d+ of" if wrong is AssertionError else "must match"):

@@ -109,16 +109,6 @@ def test_what_was_read_is_noticed_when_it_changes(make):
     assert len(step.graphs) == 2
 
 
-def test_without_records_a_search_by_names_must_do(monkeypatch):
-    monkeypatch.setenv("MILLSTREAM_WITHOUT", "records")
-    function, change = item_of_a_long_list()
-    step, x = Step(function, build=interpret, strict=True), torch.ones(2)
-    before = step(x)
-    change()
-    assert torch.equal(step(x), before)
-    assert len(step.graphs) == 1
-
-
 def test_a_reason_says_what_changed_as_the_user_writes_it():
     items = {"rates": [0.5] * MANY}
     step = Step(lambda x: x * items["rates"][15_000], build=interpret, strict=True)

@@ -15,11 +15,10 @@ scales = dict.fromkeys(range(20_000), 1.5)  # of which only the length is looked
 
 
 def scaled(x):
-    return x * scales[15_000]  # the line that is named
+    return x * max(scales.values())  # the line that is named
 
 
 def test_unnoticed_change_is_an_error_with_value_and_line(monkeypatch):
-    monkeypatch.setenv("MILLSTREAM_WITHOUT", "records")
     step = Step(scaled, build=interpret, strict=True, check=3)
     x = torch.ones(2)
     for _ in range(4):

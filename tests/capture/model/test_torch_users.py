@@ -12,7 +12,6 @@ import millstream as ms
 from millstream.api import dynamo_backend, executables
 from millstream.api.torch_arguments import MODES, split_options, translate
 from millstream.capture.lines import is_users
-from millstream.capture.state.executed import Ran, record_module_reads
 from millstream.settings import Settings
 from tests.clocks import HANG_S
 
@@ -229,26 +228,3 @@ def test_calls_that_overlap_leave_dynamos_configuration_as_it_was():
         may_end.set()
         thread.join()
     assert [getattr(torch._dynamo.config, name) for name in names] == before
-
-
-def test_dynamo_passes_over_what_reads_modules_attributes_while_another_thread_traces():
-    """It met that function in models that were compiled before, and cut them there."""
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.ones(2, 4)
-    compiled = torch.compile(model, backend="eager")
-    compiled(x)
-    began, may_end = threading.Event(), threading.Event()
-
-    def trace():
-        with record_module_reads(lambda module: None, Ran()):
-            began.set()
-            may_end.wait(HANG_S)
-
-    thread = threading.Thread(target=trace)
-    thread.start()
-    assert began.wait(HANG_S)
-    before = len(torch._dynamo.utils.graph_break_reasons)
-    for _ in range(2):
-        assert torch.equal(compiled(x), model(x))
-    may_end.set()
-    thread.join()
-    assert len(torch._dynamo.utils.graph_break_reasons) == before

@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from millstream.capture.record import session
+from millstream.capture.record.location import Location
 from millstream.capture.record.reads import MISSING, Kind
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.state.location import Location
 
 pytestmark = pytest.mark.skipif(bool(session.why_not()), reason=session.why_not() or "it can be recorded")
 ITEM, SLOT, CLASS, CELL = Kind.ITEM, Kind.SLOT, Kind.CLASS, Kind.CELL

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from millstream.capture import Step
-from millstream.capture.state import discover, executed
 from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import interpret
 
@@ -308,15 +307,16 @@ def test_what_is_read_from_modules_that_the_function_finds(way, monkeypatch):
         assert step(torch.ones(1)).item() == value
 
 
-COMPUTED = ["globals()['sc' + name]", "globals()[name]", "globals().get(name)", "(lambda: globals())()"]
+COMPUTED = ["globals()['sca' + name[3:]]", "globals()[name]", "globals().get(name)", "(lambda: globals())()[name]"]
 
 
 @pytest.mark.parametrize("way", COMPUTED)
-def test_a_global_whose_name_is_computed_is_refused(way):
-    exec(compile(f"def function(x, name='scale'): return x * len([{way}])", "users.py", "exec"), held := {"scale": 1})
-    with pytest.raises(CaptureError, match="a global whose name it computes") as caught:
-        Step(held["function"], build=interpret, strict=True)(torch.ones(1))
-    assert "users.py:1" in str(caught.value)
+def test_a_global_whose_name_is_computed_is_noticed(way):
+    exec(compile(f"def function(x, name='scale'): return x * {way}", "users.py", "exec"), held := {})
+    step = Step(held["function"], build=interpret, strict=True)
+    for value in (1.0, 2.0, 3.0):
+        held["scale"] = value
+        assert step(torch.ones(1)).item() == value
 
 
 def test_vmap_with_a_number():
@@ -438,63 +438,6 @@ def test_what_does_not_let_itself_be_looked_at():
         assert step(torch.ones(1)).item() == 1
 
 
-# --- the watch itself ------------------------------------------------------------------------------------------------
-
-
-def watch(on_code=lambda frame, functions: None):
-    ran = executed.Ran(attributes={})
-    return ran, executed.CodeWatch(ran, on_code)
-
-
-def test_it_leaves_nothing_behind():
-    before = sys.gettrace(), sys.getprofile()
-    ran, entered = watch()
-    with entered:
-        scaled(torch.ones(1))
-    assert scaled.__code__ in ran.codes
-    assert counted.__code__ not in ran.codes
-    assert (sys.gettrace(), sys.getprofile()) == before
-    ran, entered = watch()
-    with pytest.raises(ZeroDivisionError), entered:
-        1 / 0  # noqa: B018
-    assert sys.gettrace() == before[0]
-
-
-def test_two_at_once():
-    """As where two threads capture: the inner one may not know, and then says so."""
-    outer, first = watch()
-    inner, second = watch()
-    third, last = watch()
-    with first, second, last:
-        scaled(torch.ones(1))
-    known = [ran.codes is None or scaled.__code__ in ran.codes for ran in (outer, inner, third)]
-    assert all(known)
-
-
-def test_a_debugger_sees_what_it_is_to_see():
-    seen = []
-    ran, entered = watch()
-    sys.settrace(lambda frame, event, _: seen.append(frame.f_code))
-    try:
-        with entered:
-            scaled(torch.ones(1))
-    finally:
-        sys.settrace(None)
-    assert scaled.__code__ in ran.codes
-    assert scaled.__code__ in seen
-
-
-def test_what_runs_unwatched_is_not_noted_and_what_comes_after_is():
-    ran, entered = watch()
-    with entered:
-        executed.unwatched(scaled, torch.ones(1))
-        with pytest.raises(ZeroDivisionError):
-            executed.unwatched(divmod, 1, 0)
-        counted(torch.ones(1))
-    assert counted.__code__ in ran.codes
-    assert scaled.__code__ not in ran.codes
-
-
 @torch.library.custom_op("millstream_tests::halved", mutates_args=())
 def halved(x: torch.Tensor) -> torch.Tensor:
     return x / divisor
@@ -514,10 +457,3 @@ def test_operators_of_the_users_lead_to_code_that_is_watched(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "divisor", 4)  # which the graph's shapes depend on
     step(torch.ones(2))
     assert len(step.graphs) == 2
-
-
-def test_only_code_that_ran_is_searched():
-    trainer = Trainer()
-    ran = executed.Ran(codes={Trainer.step.__code__})
-    assert discover.discover([("step", trainer.step)]).sources == ["self.source"]
-    assert discover.discover([("step", trainer.step)], ran).sources == []

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from millstream.capture.effects.expressions import Expression
 from millstream.capture.effects.values import Leaf, Reading, Values
-from millstream.capture.state.location import Location
+from millstream.capture.record.location import Location
 from millstream.locks import ForkSafeLock, released
 from millstream.tree.spec import Structure, tree_unflatten
 

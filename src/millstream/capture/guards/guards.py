@@ -28,11 +28,10 @@ from millstream._torch.scaler import is_idle
 from millstream._torch.switches import precision_told_by
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.native import ALL, BORROWED, NOTHING, QuickGuards, is_made, load_library
-from millstream.capture.lines import is_users_own
-from millstream.capture.state.borrowed import functions_in, original_of
+from millstream.capture.lines import is_millstreams, is_users_own
+from millstream.capture.record.location import MISSING, Attributes, Items, Location
 from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
 from millstream.capture.state.discover import MAX_ITEMS
-from millstream.capture.state.location import MISSING, Attributes, Items, Location
 from millstream.capture.state.signature import is_same
 from millstream.capture.trace.scalars import is_number
 from millstream.device.switches import install_later
@@ -171,6 +170,23 @@ def _itself(thing: Any) -> Any:
     return thing
 
 
+def _functions_in(value: Any) -> Iterator[FunctionType]:
+    """The Python functions that are called where this is, wrapped ones too."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    while isinstance(value, FunctionType):
+        yield value
+        value = vars(value).get("__wrapped__")
+
+
+def original_of(value: Any) -> Any:
+    """What stands in a place where Millstream may have put a wrapper for a while; ``MISSING`` if that was nothing."""
+    while isinstance(function := getattr(value, "__func__", value), FunctionType):
+        if not is_millstreams(function.__code__.co_filename):
+            break
+        value = vars(function).get("__wrapped__", MISSING)
+    return value
+
+
 def _is_of_library(holder: Any) -> bool:
     """Whether it has the variables of a module that is not the user's own, and so hardly ever changes."""
     file = holder.get("__file__") if type(holder) is dict and "__spec__" in holder else None
@@ -233,7 +249,7 @@ class Guards:
 
     def expect_borrowed(self, places: dict[Location, Any], codes: Container[int]) -> None:
         """Expect functions and classes of PyTorch's and Python's to stay, and code that ran of them, given by id."""
-        pinned = {id(function): function for value in places.values() for function in functions_in(value)}
+        pinned = {id(function): function for value in places.values() for function in _functions_in(value)}
         for location, value in places.items():
             self.borrowed.expect(location, value)
         for function in pinned.values():

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from millstream._torch.tensors import place_of_implementation
-from millstream.capture.state.location import MISSING
+from millstream.capture.record.location import MISSING
 from millstream.device import tensor_specs
 from millstream.device.native import load, torch_options
 

@@ -17,7 +17,7 @@ from millstream._torch.distributed.collectives import EXCHANGE, exchange_of
 from millstream.capture.effects.expressions import text_of
 from millstream.capture.effects.program import Output
 from millstream.capture.lines import last_place
-from millstream.capture.step.request import Request, Traced
+from millstream.capture.trace.request import Request, Traced
 from millstream.errors import CaptureError
 from millstream.tree.spec import SCALARS, Container, Reference, Structure, Value
 

@@ -11,7 +11,8 @@ import functools
 import math
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
     ClassMethodDescriptorType,
@@ -23,16 +24,24 @@ from typing import Any
 
 from millstream.capture.record.reads import (
     CONTAINERS,
+    MISSING,
     Found,
     Kind,
     find_attribute,
     find_contents,
     find_in_class,
+    find_in_context,
     find_item,
     find_length,
     find_own,
     is_a,
 )
+
+_COPYING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
+"""Names of methods by which copies are made."""
+
+GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+"""Classes of functions in C that read what they are made for."""
 
 DEPTH = 3
 """To which functions that are not known are taken to read."""
@@ -58,6 +67,14 @@ _NOTHING = frozenset(
     }
 )
 _OF_TYPE = frozenset({isinstance, issubclass})
+
+
+def asks_iterators(function: Any) -> bool:
+    """Whether a function in C may ask an iterator that it is given for items."""
+    plain = _plain(function)
+    return plain is next or not (plain in _NOTHING or plain in _OF_TYPE or plain in _BY_NAME or plain in _STORE)
+
+
 _BY_NAME = frozenset({getattr, hasattr, object.__getattribute__, type.__getattribute__})
 _STORE = frozenset({setattr, object.__setattr__, type.__setattr__})
 _REMOVE = frozenset({delattr, object.__delattr__, type.__delattr__})
@@ -118,25 +135,59 @@ def find_reads(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
     plain = _plain(function)
     if plain in _NOTHING or not arguments or getattr(function, "__module__", "") == "_abc":
         return
-    first = arguments[0]
+    first, name = arguments[0], getattr(function, "__name__", "")
+    if plain in _STORE or plain in _REMOVE:
+        return
     if plain in _OF_TYPE:
         yield first, Kind.TYPE, None, type(first), first
     elif plain in _BY_NAME and len(arguments) > 1 and is_a(arguments[1], str):
         yield from find_attribute(first, arguments[1])
-    elif plain in _STORE or plain in _REMOVE:
-        return
-    elif plain is vars or plain is dir:
+    elif plain in _OF_FIRST:
+        yield from _OF_FIRST[plain](first)
+    elif is_a(first, ContextVar):
+        yield from find_in_context(first) if name == "get" else ()
+    elif name in _COPYING and not is_a(first, CONTAINERS):
         yield from find_own(first)
-    elif plain is len:
-        yield from find_length(first)
     elif plain is operator.getitem:
         yield from find_item(first, arguments[1])
     elif is_a(first, CONTAINERS) and _is_method(function):
-        yield from _find_of_method(_METHODS.get(function.__name__, WHOLE), first, arguments[1:])
+        yield from _find_of_method(_METHODS.get(name, WHOLE), first, arguments[1:])
     else:
-        depth = 1 if plain in _SHALLOW else DEPTH
-        for argument in arguments:
-            yield from find_contents(argument, depth)
+        yield from _find_in_all(plain, arguments)
+
+
+_OF_FIRST: dict[Any, Callable[[Any], Iterator[Found]]] = {vars: find_own, dir: find_own, len: find_length}
+"""Functions by what they read of their only argument."""
+
+
+def _find_in_all(plain: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
+    """What a function reads that may go through all that it is given."""
+    for argument in arguments:
+        yield from find_contents(argument, 1 if plain in _SHALLOW else DEPTH)
+    if plain is functools.reduce and len(arguments) > 2:
+        yield from _find_on_path(*arguments[:3])
+    for getter in (each for each in arguments if plain in _SHALLOW and is_a(each, GETTERS)):
+        for items in (each for each in arguments if is_a(each, list | tuple | set | frozenset | deque)):
+            for item in items:
+                yield from find_got(getter, (item,))
+
+
+def _find_on_path(step: Any, keys: Any, holder: Any) -> Iterator[Found]:
+    """What ``functools.reduce`` reads that goes from an object to one of its attributes or items, and so on."""
+    find = find_attribute if step is getattr else find_item if step is operator.getitem else None
+    if find is None or not is_a(keys, list | tuple):
+        return
+    for key in keys:
+        found = [*find(holder, key)]
+        yield from found
+        holder = _value_in(found, key)
+
+
+def _value_in(found: list[Found], key: Any) -> Any:
+    """What is found in the end."""
+    places = (Kind.ITEM, Kind.SLOT, Kind.CLASS)
+    values = [each[3] for each in found if each[1] in places and each[2] == key and each[3] is not MISSING]
+    return values[-1] if values else None
 
 
 def _find_of_method(kind: str, container: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
@@ -162,6 +213,9 @@ def find_writes(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
             yield from find_item(arguments[0], arguments[1])
         elif kind in (FILL, STORE_ITEM):
             yield from find_contents(arguments[0])
+    elif is_a(arguments[0] if arguments else None, ContextVar):
+        if function.__name__ in ("set", "reset"):
+            yield from find_in_context(arguments[0])
     elif plain in (operator.setitem, operator.delitem):
         yield from find_item(arguments[0], arguments[1])
     elif arguments and getattr(plain, "__name__", "") in _FILLING:
@@ -207,8 +261,10 @@ def _plain(function: Any) -> Any:
 
 def find_of_callable(function: Any) -> Iterator[Found]:
     """What calling an object in C reads of itself: a partial's parts, the names that a getter has."""
-    if is_a(function, functools.partial):
-        yield from find_contents(function.keywords)
+    if is_a(function, functools._lru_cache_wrapper):
+        yield function, Kind.CONTENTS, None, (), function
+    elif is_a(function, functools.partial):
+        yield from ((*found[:4], function) for found in find_contents(function.keywords))
     elif not is_a(function, type):
         yield from find_in_class(type(function), "__call__")[0]
 
@@ -227,5 +283,4 @@ def find_got(getter: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
         for name in path.split("."):
             found = [*find_attribute(holder, name)]
             yield from found
-            values = [each[3] for each in found if each[1] in (Kind.ITEM, Kind.SLOT, Kind.CLASS)]
-            holder = values[-1] if values else None
+            holder = _value_in(found, name)

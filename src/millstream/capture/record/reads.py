@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from types import CodeType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from millstream.capture.record.location import slots_of
 
 MISSING: Any = object()
 """Stands for what was not there."""
@@ -21,6 +29,7 @@ class Kind(Enum):
     SLOT = "a slot"  # of an object, by its name
     CLASS = "an attribute of a class"  # as it stands there, by its name
     CELL = "a variable of a closure"
+    CONTEXT = "a context variable"  # what it gives here, under the key ``value``
     LENGTH = "the length"
     CONTENTS = "all that it holds"  # keys and items, in their order
     TYPE = "the class of an object"
@@ -64,6 +73,10 @@ class Read:
         where = f"{self.code.co_filename}:{self.line}, in {self.code.co_qualname}"
         return f"{self.kind.value}{key} of {kind} ({where})"
 
+    def held(self) -> tuple[Any, ...]:
+        """The objects that were there."""
+        return self.value if self.kind is Kind.CONTENTS else (self.value,)
+
     def now(self) -> Any:
         """What is there now."""
         holder, kind, key = self.holder, self.kind, self.key
@@ -71,6 +84,8 @@ class Read:
             return content_of_cell(holder)
         if kind is Kind.CONTENTS:
             return next((found[3] for found in find_contents(holder)), self.value)
+        if kind is Kind.CONTEXT:
+            return next(find_in_context(holder))[3]
         if kind is Kind.CLASS:
             return _space_of(holder).get(key, MISSING)
         if kind is Kind.SLOT:
@@ -96,11 +111,17 @@ def content_of_cell(cell: Any) -> Any:
 Found = tuple[Any, Kind, Any, Any, Any]
 """Holder, kind, key, value and owner of what is read."""
 
-CONTAINERS = (list, tuple, dict, set, frozenset, deque, bytearray, MappingProxyType, OrderedDict)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque, MappingProxyType, OrderedDict)
 VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+BUFFERS = (array, bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+"""Classes of objects that hold bytes which may change; arrays of NumPy's apart."""
+WHOLE = (*BUFFERS, np.ndarray, Element)
+"""Classes in C of whose objects anything that is read counts as all."""
+SHOWING = (*VIEWS, MappingProxyType)
+"""What shows a dict that it does not let out."""
 PLAIN_ATTRIBUTES = (SimpleNamespace,)
 """Classes in C whose objects' attributes methods in C read."""
-_OPENED = (*CONTAINERS, *VIEWS, *PLAIN_ATTRIBUTES)
+_OPENED = (*CONTAINERS, *VIEWS, *PLAIN_ATTRIBUTES, *WHOLE)
 
 
 def is_a(value: Any, kinds: Any) -> bool:
@@ -147,6 +168,8 @@ def find_attribute(value: Any, name: str, look_up: LookUp = find_in_class) -> It
     """
     kind = type(value)
     yield value, Kind.TYPE, None, kind, value
+    if issubclass(kind, WHOLE):  # any may be about what it holds
+        yield value, Kind.CONTENTS, None, (), value
     if issubclass(kind, ModuleType):
         space = own_dict(value) or {}
         yield space, Kind.ITEM, name, space.get(name, MISSING), value
@@ -158,14 +181,21 @@ def find_attribute(value: Any, name: str, look_up: LookUp = find_in_class) -> It
         yield from look_up(value, name)[0]
     elif type(raw) is MemberDescriptorType and name != "__dict__":
         yield value, Kind.SLOT, name, read_slot(raw, value), value
-    elif not is_data and (held := own_dict(value)) is not None:
-        yield held, Kind.ITEM, name, dict.get(held, name, MISSING), value
+    elif not is_data:
+        held = own_dict(value)
+        own = MISSING if held is None else dict.get(held, name, MISSING)
+        if held is not None:
+            yield held, Kind.ITEM, name, own, value
+        if raw is MISSING and own is MISSING:
+            yield from look_up(kind, "__getattr__")[0]
 
 
 def find_own(value: Any) -> Iterator[Found]:
     """All attributes of an object itself, as it is the one that was there before: its dict may be made only now."""
     if (held := own_dict(value)) is not None:
         yield held, Kind.CONTENTS, None, (*dict.keys(held), *dict.values(held)), value
+    for name, slot in slots_of(type(value)).items() if not is_a(value, type) else ():
+        yield value, Kind.SLOT, name, read_slot(slot, value), value
 
 
 def read_slot(slot: MemberDescriptorType | GetSetDescriptorType, value: Any) -> Any:
@@ -192,7 +222,7 @@ def find_item(value: Any, key: Any) -> Iterator[Found]:
         yield value, Kind.ITEM, key + size * (key < 0), list.__getitem__(value, key) if inside else MISSING, value
         if key < 0 or not inside:
             yield value, Kind.LENGTH, None, size, value
-    elif is_a(value, CONTAINERS) and not is_a(value, tuple):
+    elif is_a(value, (*CONTAINERS, *WHOLE)) and not is_a(value, tuple):
         yield from find_contents(value)
     elif not is_a(value, tuple):
         yield from find_in_class(kind, "__getitem__")[0]
@@ -204,9 +234,18 @@ def _is_hashed(key: Any) -> bool:
 
 def behind(view: Any) -> Any:
     """The dict that a view shows; what is no view is given back."""
-    if not is_a(view, (*VIEWS, MappingProxyType)):
+    if not is_a(view, SHOWING):
         return view
     return next((each for each in gc.get_referents(view) if is_a(each, dict)), view)
+
+
+def find_in_context(variable: ContextVar[Any]) -> Iterator[Found]:
+    """What is read of a context variable."""
+    try:
+        value = variable.get()
+    except LookupError:
+        value = MISSING
+    yield variable, Kind.CONTEXT, "value", value, variable
 
 
 def find_length(value: Any) -> Iterator[Found]:
@@ -215,6 +254,8 @@ def find_length(value: Any) -> Iterator[Found]:
     if is_a(value, CONTAINERS):
         if not is_a(value, tuple | frozenset):
             yield value, Kind.LENGTH, None, len_of(value), value
+    elif is_a(value, WHOLE):
+        yield from find_contents(value)
     else:
         yield from find_in_class(type(value), "__len__")[0]
 
@@ -244,8 +285,8 @@ def find_contents(value: Any, depth: int = 1) -> Iterator[Found]:
         elif is_a(each, list | set | deque):
             parts = tuple(_plainly(each))
             yield each, Kind.CONTENTS, None, parts, each
-        elif is_a(each, bytearray):
-            yield each, Kind.CONTENTS, None, bytes(each), each
+        elif is_a(each, WHOLE):
+            yield each, Kind.CONTENTS, None, (), each
         elif is_a(each, tuple | frozenset):
             parts = tuple(_plainly(each))
         elif is_a(each, PLAIN_ATTRIBUTES) and (held := own_dict(each)) is not None:

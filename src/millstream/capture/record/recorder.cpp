@@ -29,10 +29,11 @@ struct Unit {
 constexpr uint16_t ATOMIC = 1, SLOT = 2, IS_SITE = 0x80;
 
 struct Plan {
-  PyObject* made;   // a tuple of the two that follow, or nullptr for code of no interest
+  PyObject* made;   // a tuple of what follows, or nullptr for code of no interest
   PyObject* units;  // bytes
   PyObject* sites;  // a dict: what is where
   Py_ssize_t num_units;
+  bool is_asked_again;  // whenever the code begins
 };
 
 struct Recording {
@@ -77,19 +78,36 @@ void fail(Recording* self) {
   }
 }
 
-// The plan of some code; asks for it when the code is new.
+// Whether what Python has said lets the program go on: anything but an exception. The reference is taken over.
+bool lets_go_on(PyObject* said) {
+  if (said == nullptr || !PyExceptionInstance_Check(said)) return true;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(said)), said);
+  return false;
+}
+
+// Code begins: asks for its plan when it is new, or is to be asked for each time. Null where an error is set, which the
+// program is to get; also where the recording has failed.
 const Plan* plan_of(Recording* self, PyObject* code) {
   auto found = self->plans.find(code);
-  if (found != self->plans.end()) return &found->second;
+  if (found != self->plans.end() && !found->second.is_asked_again) return &found->second;
   PyObject* made = PyObject_CallOneArg(self->plan, code);
   if (made == nullptr) {
     fail(self);
     return nullptr;
   }
+  if (!lets_go_on(made)) {
+    Py_DECREF(made);
+    return nullptr;
+  }
+  if (found != self->plans.end()) {
+    Py_DECREF(made);
+    return &found->second;
+  }
   Plan plan{};
   if (PyTuple_Check(made)) {
     PyObject* units = PyTuple_GET_ITEM(made, 0);
-    plan = {made, units, PyTuple_GET_ITEM(made, 1), PyBytes_GET_SIZE(units) / static_cast<Py_ssize_t>(sizeof(Unit))};
+    plan = {made, units, PyTuple_GET_ITEM(made, 1), PyBytes_GET_SIZE(units) / static_cast<Py_ssize_t>(sizeof(Unit)),
+            PyTuple_GET_ITEM(made, 2) == Py_True};
   } else {
     Py_DECREF(made);
   }
@@ -121,12 +139,13 @@ bool append_operand(Recording* self, std::string& key, PyObject* operand) {
   return true;
 }
 
-void see(Recording* self, PyObject* code, Py_ssize_t index, PyFrameObject* frame) {
+// Whether the program is to go on; an error is set if it is not.
+bool see(Recording* self, PyObject* code, Py_ssize_t index, PyFrameObject* frame) {
   auto found = self->plans.find(code);
-  if (found == self->plans.end() || found->second.made == nullptr || index >= found->second.num_units) return;
+  if (found == self->plans.end() || found->second.made == nullptr || index >= found->second.num_units) return true;
   const Plan& plan = found->second;
   const Unit& unit = reinterpret_cast<const Unit*>(PyBytes_AS_STRING(plan.units))[index];
-  if (!(unit.flags & IS_SITE)) return;
+  if (!(unit.flags & IS_SITE)) return true;
   _PyInterpreterFrame* inner = frame->f_frame;
   int num_variables = reinterpret_cast<PyCodeObject*>(code)->co_nlocalsplus;
 #if PY_VERSION_HEX < 0x030C0000
@@ -135,7 +154,7 @@ void see(Recording* self, PyObject* code, Py_ssize_t index, PyFrameObject* frame
                  reinterpret_cast<PyCodeObject*>(code)->co_qualname, index, inner->stacktop - num_variables,
                  static_cast<int>(unit.depth));
     fail(self);
-    return;
+    return true;
   }
 #endif
   PyObject** top = inner->localsplus + num_variables + unit.depth;
@@ -155,18 +174,18 @@ void see(Recording* self, PyObject* code, Py_ssize_t index, PyFrameObject* frame
     is_atomic = is_atomic && is_atom(operand);
     is_told_apart = is_told_apart && append_operand(self, key, operand);
   }
-  if (is_atomic) return;
+  if (is_atomic) return true;
   if (num_operands == 0) {  // of variables, which are told by the namespace that they are in
     append(key, 0, reinterpret_cast<uint64_t>(inner->f_globals));
     append(key, 0, reinterpret_cast<uint64_t>(inner->f_locals));
   }
-  if (is_told_apart && self->met.count(key)) return;
+  if (is_told_apart && self->met.count(key)) return true;
   PyObject* operands = PyTuple_New(num_operands);
   PyObject* number = PyLong_FromSsize_t(index);
   PyObject* site = number == nullptr ? nullptr : PyDict_GetItemWithError(plan.sites, number);
   if (operands == nullptr || site == nullptr) {
     fail(self);
-    return;
+    return true;
   }
   for (int position = 0; position < num_operands; position++) {
     PyTuple_SET_ITEM(operands, position, Py_NewRef(operand_at(position)));
@@ -178,9 +197,11 @@ void see(Recording* self, PyObject* code, Py_ssize_t index, PyFrameObject* frame
   PyObject* arguments[] = {site, code, number, reinterpret_cast<PyObject*>(frame), operands};
   PyObject* result = PyObject_Vectorcall(self->handler, arguments, 5, nullptr);
   if (result == nullptr) fail(self);
+  bool goes_on = lets_go_on(result);
   Py_XDECREF(result);
   Py_DECREF(operands);
   Py_DECREF(number);
+  return goes_on;
 }
 
 #if PY_VERSION_HEX < 0x030C0000
@@ -192,7 +213,7 @@ int trace(PyObject* object, PyFrameObject* frame, int what, PyObject* argument) 
   if (what == PyTrace_OPCODE) {
     if (is_own) {
       PyObject* code = reinterpret_cast<PyObject*>(frame->f_frame->f_code);
-      see(self, code, _PyInterpreterFrame_LASTI(frame->f_frame), frame);
+      if (!see(self, code, _PyInterpreterFrame_LASTI(frame->f_frame), frame)) return -1;
     }
     if (!self->asked.count(frame)) return 0;
   }
@@ -200,6 +221,7 @@ int trace(PyObject* object, PyFrameObject* frame, int what, PyObject* argument) 
   if (what == PyTrace_CALL && is_own) {
     if (frame->f_trace_opcodes) self->asked.insert(frame);  // the outer tracer wants to be told, too
     const Plan* plan = plan_of(self, reinterpret_cast<PyObject*>(frame->f_frame->f_code));
+    if (plan == nullptr && PyErr_Occurred()) return -1;
     if (plan != nullptr && plan->made != nullptr) frame->f_trace_opcodes = 1;
     if (self->outer == nullptr) frame->f_trace_lines = 0;
   } else if (what == PyTrace_RETURN) {  // also of generators, that go on another time
@@ -326,11 +348,15 @@ EXPORT PyObject* millstream_record_begins(PyObject*, PyObject* const* arguments,
   Recording* self = recording;
   if (self == nullptr || PyThreadState_Get() != self->thread || self->failure != nullptr) Py_RETURN_NONE;
   PyObject* code = arguments[0];
-  if (self->plans.count(code)) return Py_NewRef(self->disable);
+  auto found = self->plans.find(code);
+  bool is_asked_again = found != self->plans.end() && found->second.is_asked_again;
+  if (found != self->plans.end() && !is_asked_again) return Py_NewRef(self->disable);
   if (self->num_pauses == 0) {
-    plan_of(self, code);
-    return Py_NewRef(self->failure == nullptr ? self->disable : Py_None);
+    const Plan* plan = plan_of(self, code);
+    if (plan == nullptr && PyErr_Occurred()) return nullptr;
+    return Py_NewRef(plan == nullptr || plan->is_asked_again ? Py_None : self->disable);
   }
+  if (is_asked_again) Py_RETURN_NONE;
   if (self->followed.count(code)) Py_RETURN_NONE;  // it may yet begin where it counts
   PyObject* is_followed = PyObject_CallOneArg(self->follows, code);
   if (is_followed == nullptr) {
@@ -363,7 +389,7 @@ EXPORT PyObject* millstream_record_instruction(PyObject*, PyObject* const* argum
   if (self != nullptr && PyThreadState_Get() == self->thread && self->num_pauses == 0 && self->failure == nullptr) {
     PyFrameObject* frame = PyEval_GetFrame();
     Py_ssize_t offset = PyLong_AsSsize_t(arguments[1]);
-    if (frame != nullptr && offset >= 0) see(self, arguments[0], offset / 2, frame);
+    if (frame != nullptr && offset >= 0 && !see(self, arguments[0], offset / 2, frame)) return nullptr;
   }
   Py_RETURN_NONE;
 }

@@ -9,23 +9,36 @@
 
 from __future__ import annotations
 
+import _weakrefset
 import builtins
 import functools
 import gc
-import operator
+import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import CellType, CodeType, FrameType, FunctionType, MethodType, WrapperDescriptorType
-from typing import Any
+from io import IOBase
+from types import CellType, CodeType, FrameType, FunctionType, MappingProxyType, MethodType, WrapperDescriptorType
+from typing import Any, Protocol
 
-from torch import SymFloat, SymInt, Tensor
+from torch import SymFloat, SymInt, Tensor, nn
 
-from millstream.capture.lines import is_users_own
+from millstream.capture.lines import is_part_of_project, is_pythons, is_users, is_users_own
+from millstream.capture.record.location import (
+    Attributes,
+    ClassAttributes,
+    ContextValue,
+    Location,
+    Shared,
+    SlotAttributes,
+)
 from millstream.capture.record.natives import (
+    GETTERS,
     NATIVE,
     SPECIAL,
+    asks_iterators,
     find_got,
     find_of_callable,
     find_reads,
@@ -36,11 +49,14 @@ from millstream.capture.record.natives import (
 )
 from millstream.capture.record.opcodes import Site
 from millstream.capture.record.reads import (
+    CONTAINERS,
     MISSING,
+    SHOWING,
     Found,
     Kind,
     Read,
     Write,
+    behind,
     content_of_cell,
     find_attribute,
     find_contents,
@@ -51,11 +67,33 @@ from millstream.capture.record.reads import (
     own_dict,
 )
 from millstream.capture.record.session import NULL, Session
-from millstream.capture.state.location import Attributes, ClassAttributes, Location, Shared, SlotAttributes
 
-_GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _CALLABLE_FIRST = sys.version_info >= (3, 13)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), CodeType)
+
+
+class Watch(Protocol):
+    """What is told of a step while it runs; may raise an error, which the step gets there."""
+
+    is_asked: bool  # whether ``happens`` is to be called
+
+    def happens(self, operands: tuple[Any, ...]) -> None:
+        """Something is about to be read, written or called, with these objects."""
+
+    def begins(self, frame: FrameType) -> None:
+        """Code is about to run: for the first time, or each time if the recorder is to tell it ``again``."""
+
+    def calls(self, frame: FrameType, function: Any, arguments: tuple[Any, ...]) -> None:
+        """A function is about to be called by code in ``frame``; of a method the object comes first."""
+
+    def writes(self, write: Write) -> None:
+        """Something that seems to have been there before is about to be written, for the first time."""
+
+    def asks(self, source: Any, read: Read | None) -> None:
+        """The user's code is about to ask an iterator that was there before; and what has led to that."""
+
+    def forwards(self, module: nn.Module) -> None:
+        """A module is about to be called."""
 
 
 class Recorder:
@@ -64,19 +102,21 @@ class Recorder:
     Args:
         is_followed: Whether code in a file counts.
         roots: The function that will run, and its arguments: there before.
-        is_on: Whether anything is recorded.
 
     Attributes:
+        watch: Told of code that runs and of what it does; may be set later.
         given: By id, the containers and objects that the arguments consist of.
     """
 
-    def __init__(self, is_followed: Callable[[str], bool], roots: Iterable[Any] = (), *, is_on: bool = True) -> None:
+    def __init__(self, is_followed: Callable[[str], bool], roots: Iterable[Any] = ()) -> None:
         self._is_followed, self._starts_threads = is_followed, False
-        self._session = Session(self._see, self._follows, is_on=is_on)
+        self._session = Session(self._see, self._follows, self._begins)
         self._new: set[int] = set()  # by id, objects that the step has made, and that the collector knows
         self._before: set[int] = set()  # by id, others that were there before
         self._roots = [*roots]
         self.given: frozenset[int] = frozenset()
+        self.watch: Watch | None = None
+        self._refusal: Exception | None = None
         self._reads: dict[tuple[Any, ...], Read] = {}
         self._writes: dict[tuple[Any, ...], Write] = {}
         self._in_classes: dict[tuple[int, str], tuple[type, Any]] = {}  # what was looked up, by id and name
@@ -84,7 +124,7 @@ class Recorder:
         self._filled: dict[int, Any] = {}  # by id, containers that the step has written
         self._looked_into: set[int] = set()  # by id, containers of which something was read
         self._written_into: set[int] = set()  # likewise, of which some item was written
-        self._dicts: list[tuple[dict[str, Any], Any]] = []  # that were asked for, of objects; some are made only then
+        self._dicts: list[tuple[Any, Any]] = []  # of objects, some of which are made only now, and behind views; whose
         self._plain: set[tuple[Any, ...]] = set()  # where something else was put than stand-ins for numbers
         self._origins: dict[int, Read] = {}  # by id, what led to an object first
         self._frame: FrameType
@@ -107,6 +147,11 @@ class Recorder:
         return self._session.codes
 
     @property
+    def again(self) -> set[CodeType]:
+        """Code whose every beginning the watch is told."""
+        return self._session.again
+
+    @property
     def failure(self) -> str:
         """Why not all was recorded; empty if it was."""
         return self._session.failure
@@ -121,6 +166,10 @@ class Recorder:
     def has_read(self, place: Location) -> bool:
         """Whether what is there was read before the step wrote it itself, alone or with all that its holder has."""
         return self._is_blind or any(each in self._reads for each in _places_of(place))
+
+    def has_gone_through(self, container: Any) -> bool:
+        """Whether the step has asked for all that a container holds, before it has written there itself."""
+        return self._is_blind or _place(container, Kind.CONTENTS, None) in self._reads
 
     def has_looked_into(self, container: Any) -> bool:
         """Whether anything was read of a container, be it what the step had put there."""
@@ -142,6 +191,11 @@ class Recorder:
                 return f"{write.code.co_filename}:{write.line}"
         return ""
 
+    def containers(self) -> list[Any]:
+        """Containers that were read, or of which something was, each once."""
+        found = (each for read in self._reads.values() for each in (read.holder, *read.held()))
+        return [*{id(each): each for each in found if is_a(each, CONTAINERS)}.values()]
+
     def origin_of(self, value: Any) -> Read | None:
         """What led the step to an object first; ``None`` for what it was given, or has from C."""
         return self._origins.get(id(value))
@@ -154,7 +208,7 @@ class Recorder:
             return
         is_whole = False
         try:
-            with _ids_of_new() as self._new, self._session:
+            with _ids_of_new() as (self._new, self._has_made), self._session:
                 yield
             is_whole = True
         finally:
@@ -190,16 +244,41 @@ class Recorder:
 
     def _follows(self, code: CodeType) -> bool:
         self._starts_threads |= code is threading.Thread.start.__code__
-        return self._is_followed(code.co_filename)
+        is_of_weak = code.co_name in ("remove", "_remove") and code.co_filename in _WEAK
+        return self._is_followed(code.co_filename) and not is_of_weak
 
     # --- what is kept -------------------------------------------------------------------------------------------------
 
-    def _see(self, site: Site, code: CodeType, unit: int, frame: FrameType, operands: tuple[Any, ...]) -> None:
-        self._at, self._frame, self._argument = (code, unit), frame, site.argument
+    def _see(
+        self, site: Site, code: CodeType, unit: int, frame: FrameType, operands: tuple[Any, ...]
+    ) -> Exception | None:
+        """Note what an instruction is about to read and write; what is returned is raised in its place."""
+        if is_pythons(code.co_filename) and _is_for_us(frame):
+            return None
+        self._at, self._frame, self._argument, self._refusal = (code, unit), frame, site.argument, None
+        for each in operands:
+            if type(each) in SHOWING:
+                self._dicts.append((behind(each), each))
         try:
+            if self.watch is not None and self.watch.is_asked:
+                self._tell(self.watch.happens, operands)
             getattr(self, f"_{site.action}")(*operands)
         finally:
             self._frame = None  # type: ignore[assignment]  which would keep what is in it
+        return self._refusal
+
+    def _begins(self, frame: FrameType) -> Exception | None:
+        self._refusal = None
+        if self.watch is not None:
+            self._tell(self.watch.begins, frame)
+        return self._refusal
+
+    def _tell(self, what: Callable[..., None], *given: Any) -> None:
+        """Tell the watch of something; what it raises is for the program."""
+        try:
+            what(*given)
+        except Exception as error:  # noqa: BLE001  whatever it is
+            self._refusal = self._refusal or error
 
     def _was_before(self, record: Read) -> bool:
         return self._is_before(record.holder if is_a(record.owner, str) else record.owner)
@@ -250,7 +329,11 @@ class Recorder:
                 self._written_into.add(id(holder))
             if is_plain:
                 self._plain.add(_place(holder, kind, key))
-            self._writes.setdefault(_place(holder, kind, key), Write(holder, kind, key, value, owner, *self._at))
+            place = _place(holder, kind, key)
+            if place not in self._writes:
+                self._writes[place] = write = Write(holder, kind, key, value, owner, *self._at)
+                if self.watch is not None and self._seems_before(owner):
+                    self._tell(self.watch.writes, write)
             if kind is Kind.CONTENTS:
                 self._filled[id(holder)] = holder
             elif is_a(holder, dict | list) and own_dict(owner) is not holder:  # it has others, in another order
@@ -286,6 +369,8 @@ class Recorder:
     # --- attributes and items -----------------------------------------------------------------------------------------
 
     def _attribute(self, holder: Any) -> None:
+        if self._argument == "forward" and self.watch is not None and is_a(holder, nn.Module):
+            self._tell(self.watch.forwards, holder)
         self._read(self._find(holder, self._argument))
 
     def _find(self, holder: Any, name: str) -> Iterable[Found]:
@@ -293,9 +378,9 @@ class Recorder:
             self._dicts.append((held, holder))
         if is_a(holder, Tensor):
             held = own_dict(holder) or {}
-            _, of_class = find_in_class(type(holder), name)
+            found, of_class = self._look_up(Tensor, name)
             is_own = [] if of_class is not MISSING else [(held, Kind.ITEM, name, held.get(name, MISSING), holder)]
-            return [(holder, Kind.TENSOR, name, None, holder), *is_own]
+            return [(holder, Kind.TENSOR, name, None, holder), *found, *is_own]
         return find_attribute(holder, name, self._look_up)
 
     def _super_attribute(self, _function: Any, _kind: Any, holder: Any) -> None:
@@ -310,6 +395,7 @@ class Recorder:
     def _contains(self, key: Any, holder: Any) -> None:
         self._read(find_item(holder, key) if is_a(holder, dict) else find_contents(holder))
         self._special(holder, "__contains__", "__iter__")
+        self._ask(holder)
 
     def _match_keys(self, holder: Any, keys: Any) -> None:
         for key in keys:
@@ -361,9 +447,30 @@ class Recorder:
     def _contents(self, value: Any) -> None:
         self._special(value, "__iter__", "keys")
         self._read(find_contents(value))
+        self._ask(value)
 
     def _advance(self, iterator: Any, *_: Any) -> None:
         self._special(iterator, "__next__")
+        self._ask(iterator)
+
+    def _ask(self, source: Any, kinds: Any = Iterator) -> None:
+        """Something may be an iterator, which gives each item once."""
+        if self.watch is None or not issubclass(type(source), kinds) or not is_users(self._at[0].co_filename):
+            return
+        origin = self.origin_of(source)
+        if self._seems_before(source):
+            self._tell(self.watch.asks, source, origin)
+
+    def _seems_before(self, value: Any) -> bool:
+        """Whether something was there before, as far as can be told already."""
+        if gc.is_tracked(value):
+            return not self.is_new(value)
+        origin = self.origin_of(value)
+        return origin is not None and origin.holder is not value
+
+    def is_new(self, value: Any) -> bool:
+        """Whether the step has made something, so far, that Python's collector knows."""
+        return self._has_made(id(value))
 
     def _kind(self, value: Any) -> None:
         self._read([(value, Kind.TYPE, None, type(value), value)])
@@ -378,8 +485,8 @@ class Recorder:
     def _operator(self, *operands: Any) -> None:
         name = self._argument if is_a(self._argument, str) else ""
         for operand in operands:
+            self._special(operand, *(f"__{prefix}{name}__" for prefix in ("", "r", "i") if name))
             if not is_a(operand, Tensor):
-                self._special(operand, *(f"__{prefix}{name}__" for prefix in ("", "r", "i") if name))
                 self._read(find_contents(operand, 3))
 
     def _operator_in_place(self, target: Any, operand: Any) -> None:
@@ -394,7 +501,10 @@ class Recorder:
     def _special(self, holder: Any, *names: str) -> None:
         """Methods that syntax calls are looked up in the class."""
         kind = type(holder)
-        if kind.__flags__ & _IS_HEAP_TYPE and not issubclass(kind, Tensor):
+        if issubclass(kind, Tensor):  # what a traced one has is a tensor's
+            for name in names:
+                self._read(self._look_up(Tensor, name)[0])
+        elif kind.__flags__ & _IS_HEAP_TYPE:
             self._read([(holder, Kind.TYPE, None, kind, holder)])
             for name in names:
                 self._read(self._look_up(kind, name)[0])
@@ -422,21 +532,23 @@ class Recorder:
     def _called(self, function: Any, arguments: tuple[Any, ...]) -> None:
         while is_a(function, MethodType):
             function, arguments = function.__func__, (function.__self__, *arguments)
+        if is_a(function, type):
+            self._made(function, arguments)
+            return
+        if self.watch is not None:
+            self._tell(self.watch.calls, self._frame, function, arguments)
+        if getattr(function, "__name__", "") in _TAKING:
+            for owner in (owner_of(function), *arguments[:1]):
+                self._ask(owner, _QUEUES)
         if is_a(function, FunctionType):
             value = function.__code__, function.__defaults__, _items(function.__kwdefaults__)
             self._read([(function, Kind.CODE, None, value, function)])
+            if is_a(registry := vars(function).get("registry"), MappingProxyType):  # of ``functools.singledispatch``
+                self._read((*found[:4], function) for found in find_contents(registry))
         elif is_a(function, NATIVE):
-            for argument in arguments[:1]:
-                self._special(argument, *special_of(function))
-            if (owner := owner_of(function)) is not None:
-                arguments = (owner, *arguments)
-            self._read(self._without_tensors(find_reads(function, arguments)))
-            if arguments and id(arguments[0]) not in self._filled:
-                self._write(find_writes(function, arguments), arguments[-1])
-        elif is_a(function, _GETTERS):
+            self._called_native(function, arguments)
+        elif is_a(function, GETTERS):
             self._read(find_got(function, arguments))
-        elif is_a(function, type):
-            self._made(function, arguments)
         else:
             self._read(find_of_callable(function))
             self._special(function, "__call__")
@@ -445,8 +557,23 @@ class Recorder:
             if is_a(function, functools.partial):
                 self._called(function.func, (*function.args, *arguments, *function.keywords.values()))
 
+    def _called_native(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        for argument in arguments[:1]:
+            self._special(argument, *special_of(function))
+        for argument in arguments if asks_iterators(function) else ():
+            if not is_a(argument, IOBase):  # which is no more than a name for most
+                self._ask(argument)
+        if (owner := owner_of(function)) is not None:
+            arguments = (owner, *arguments)
+            self._dicts.append((owner, function))
+        self._read(self._without_tensors(find_reads(function, arguments)))
+        if arguments and id(arguments[0]) not in self._filled:
+            self._write(find_writes(function, arguments), arguments[-1])
+
     def _made(self, kind: type, arguments: tuple[Any, ...]) -> None:
         """A class is called."""
+        for argument in arguments if not kind.__flags__ & _IS_HEAP_TYPE else ():
+            self._ask(argument)
         for argument in arguments[:1]:
             self._special(argument, *SPECIAL.get(kind, ()))
         if kind.__flags__ & _IS_HEAP_TYPE:
@@ -463,8 +590,8 @@ class Recorder:
 
 
 @contextmanager
-def _ids_of_new() -> Iterator[set[int]]:
-    """The ids of what the collector comes to know within the context, whole at its end.
+def _ids_of_new() -> Iterator[tuple[set[int], Callable[[int], bool]]]:
+    """The ids of what the collector comes to know within the context, whole at its end, and what knows one meanwhile.
 
     New objects are in its youngest generation until it is at work: so that is all that is looked at, before each time
     and at the end, and not everything that there is. What has died meanwhile may be among them.
@@ -479,7 +606,7 @@ def _ids_of_new() -> Iterator[set[int]]:
 
     gc.callbacks.append(note)
     try:
-        yield new
+        yield new, lambda each: each not in known and (each in new or each in map(id, gc.get_objects(generation=0)))
     finally:
         gc.callbacks.remove(note)
         new.update(map(id, gc.get_objects(generation=0)))
@@ -503,13 +630,29 @@ def _places_of(place: Location) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     elif is_a(holder, Shared):
         holder = holder.owners[0]
     elif is_a(holder, Attributes):
-        kind = Kind.CLASS if is_a(holder, ClassAttributes) else Kind.SLOT if is_a(holder, SlotAttributes) else kind
+        kind = next((each for form, each in _KINDS.items() if is_a(holder, form)), kind)
         holder = holder._owner
     return _place(holder, kind, key), _place(holder, Kind.CONTENTS, None)
 
 
+_TAKING = ("get", "get_nowait")
+_QUEUES = (queue.Queue, queue.SimpleQueue)
+"""Methods and classes of what gives each item once, too."""
+_WEAK = (weakref.__file__, _weakrefset.__file__)
+"""Files with functions by which an object's end is noticed."""
+
+_KINDS = {ClassAttributes: Kind.CLASS, SlotAttributes: Kind.SLOT, ContextValue: Kind.CONTEXT}
+"""What is read of the holders that locations know in another form."""
+
 _OF_CONTAINERS = (Kind.ITEM, Kind.LENGTH, Kind.CONTENTS)
 _PLAIN_KEYS = (str, int, float, bytes)
+
+
+def _is_for_us(frame: FrameType | None) -> bool:
+    """Whether code of Python's library runs since code of ours has called it."""
+    while frame is not None and is_pythons(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and is_part_of_project(frame.f_code.co_filename)
 
 
 def _find_global(frame: FrameType, name: str) -> Iterator[Found]:

@@ -1,7 +1,4 @@
-"""What of a trace is recorded: the code of users and of libraries, down to PyTorch's operators.
-
-``MILLSTREAM_RECORD=shadow`` reports where the record and what else is known of a trace disagree.
-"""
+"""What of a trace is recorded: the code of users and of libraries, down to PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -9,20 +6,18 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import sympy
 import torch
 
 from millstream._torch.compiler.symbols import SymNode, calculating_methods
-from millstream._torch.workarounds import is_off, replaced
-from millstream.capture.lines import is_part_of_project
+from millstream._torch.workarounds import replaced
+from millstream.capture.lines import is_called_by_models, is_part_of_project
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.record.session import run_unseen
-
-VARIABLE = "MILLSTREAM_RECORD"
 
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 """Functions of PyTorch's that lead to code of the user's."""
@@ -43,20 +38,9 @@ _MACHINERY = tuple(
 """What leads to handlers, what they leave for later, as when a tensor is gone, and what sizes are calculated by."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Something that one of the two has seen, and the other has not."""
-
-    what: str
-    place: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.place}"
-
-
 def make_recorder(function: Callable[..., Any], arguments: Iterable[Any]) -> Recorder:
-    """What records a trace; nothing with ``MILLSTREAM_WITHOUT=records``."""
-    return Recorder(_is_followed, [function, *arguments], is_on=not is_off("records"))
+    """What records a trace."""
+    return Recorder(_is_followed, [function, *arguments])
 
 
 def _is_followed(filename: str) -> bool:
@@ -64,17 +48,13 @@ def _is_followed(filename: str) -> bool:
     return not is_part_of_project(filename) and not filename.startswith(_MACHINERY)
 
 
-def is_shadow() -> bool:
-    """Whether differences are reported: what was read and cannot be a condition, and writes that one of two missed."""
-    return os.environ.get(VARIABLE, "") == "shadow"
-
-
 @contextmanager
 def until_operators(recorder: Recorder, functions: type, operators: type) -> Iterator[None]:
     """What runs below the modes for functions and operators is not recorded: a million instructions.
 
-    Operators that are no PyTorch's, and backward passes, lead to code of the user's. PyTorch's C++ code calculates with
-    symbolic sizes there, in Python.
+    Operators that are no PyTorch's, and backward passes, lead to code of the user's; functions that PyTorch has written
+    in Python call others, which may have been replaced. PyTorch's C++ code calculates with symbolic sizes there, in
+    Python.
     """
     if recorder.failure:
         yield
@@ -91,6 +71,8 @@ def until_operators(recorder: Recorder, functions: type, operators: type) -> Ite
 
 
 def _leads_to_users(function: Any) -> bool:
+    if isinstance(function, FunctionType) and is_called_by_models(function.__code__.co_filename):
+        return True
     try:
         return function in _RUNS_BACKWARD or _is_anothers(function)
     except TypeError:  # it has no hash

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -30,7 +30,9 @@ _TOOLS = (3, 4)
 NULL: Any = object()
 """Stands for an entry of the stack that holds nothing."""
 
-Handler = Callable[[Site, CodeType, int, FrameType, tuple[Any, ...]], None]
+T = TypeVar("T")
+
+Handler = Callable[[Site, CodeType, int, FrameType, tuple[Any, ...]], Exception | None]
 
 
 class Session:
@@ -38,21 +40,31 @@ class Session:
 
     Args:
         handler: Called with a site, its code, its place in it, the frame, and the topmost entries of the stack; for one
-            site and the same entries once, but if a tensor is among them.
+            site and the same entries once, but if a tensor is among them. What it returns is raised there.
         is_followed: Whether code counts.
-        is_on: Whether anything is to be seen at all.
+        begins: Called with a frame of code that counts, before it runs for the first time, or each time if it is among
+            ``again``; likewise.
+
 
     Attributes:
         codes: Code that has run and that counts, each once.
+        again: Code whose every beginning is told.
         failure: Why not all was seen; empty if it was.
     """
 
-    def __init__(self, handler: Handler, is_followed: Callable[[CodeType], bool], *, is_on: bool = True) -> None:
-        self._handler, self._is_followed = handler, is_followed
+    def __init__(
+        self,
+        handler: Handler,
+        is_followed: Callable[[CodeType], bool],
+        begins: Callable[[FrameType], Exception | None],
+    ) -> None:
+        self._handler, self._is_followed, self._begins = handler, is_followed, begins
+        self.again: set[CodeType] = set()
+        self._known: set[CodeType] = set()
         self._tool: int | None = None
         self._of_collector = self._collection_starts, self._collection_stops
         self.codes: list[CodeType] = []
-        self.failure = why_not() if is_on else "it is switched off"
+        self.failure = why_not()
 
     def __enter__(self) -> Session:
         library = _library()
@@ -121,13 +133,18 @@ class Session:
         monitoring.register_callback(self._tool, monitoring.events.INSTRUCTION, library["instruction"])
         return True
 
-    def _plan(self, code: CodeType) -> tuple[bytes, dict[int, Site]] | None:
+    def _plan(self, code: CodeType) -> tuple[bytes, dict[int, Site], bool] | Exception | None:
+        """What is to be seen of code that begins; an error to be raised there."""
         if not self._is_followed(code):
             return None
-        self.codes.append(code)
-        if self._tool is not None:
-            _monitoring().set_local_events(self._tool, code, _monitoring().events.INSTRUCTION)
-        return _plan_of(code)
+        if (error := self._begins(sys._getframe(1))) is not None:
+            return error
+        if code not in self._known:
+            self._known.add(code)
+            self.codes.append(code)
+            if self._tool is not None:
+                _monitoring().set_local_events(self._tool, code, _monitoring().events.INSTRUCTION)
+        return *_plan_of(code), code in self.again
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,6 +175,18 @@ def _library() -> dict[str, Callable[..., Any]] | None:
         return None
     names = ("begin", "end", "pause", "resume", "begins", "instruction")
     return {name: as_builtin(library, f"millstream_record_{name}") for name in names}
+
+
+def unseen(function: Callable[..., T], *args: Any) -> T:
+    """Call a function, of whose run nothing is recorded."""
+    library = _library()
+    if library is None:
+        return function(*args)
+    library["pause"]()
+    try:
+        return function(*args)
+    finally:
+        library["resume"]()
 
 
 def run_unseen(function: Callable[..., Any], is_seen: Callable[[Any], bool] | None = None) -> Any:

@@ -8,18 +8,13 @@ import functools
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
-from types import CodeType, FrameType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
-
-from torch import Tensor
 
 from millstream.capture.effects.registry import PACKAGES
 from millstream.capture.lines import is_users
-from millstream.capture.state.location import SlotAttributes
 
 
 @dataclass
@@ -122,59 +117,6 @@ def finds_modules(names: Names) -> bool:
     return is_listed or not names.all.isdisjoint(("import_module", "__import__"))
 
 
-def computes_a_global(frame: FrameType) -> bool:
-    """Whether a frame that is calling ``globals()`` looks there for anything but a name that stands in the code."""
-    items = [item for item in dis.get_instructions(frame.f_code) if item.opname != "EXTENDED_ARG"]
-    before = [item for item in items if item.offset < frame.f_lasti and item.opname not in _CALLING]
-    after, told = [item for item in items if item.offset > frame.f_lasti], "LOAD_CONST"
-    first, second, third = (after * 3)[:3]  # a return may be all there is
-    if first.opname == "CONTAINS_OP":  # "name" in globals()
-        return before[-2].opname != told
-    if first.opname in ("LOAD_METHOD", "LOAD_ATTR"):  # globals().get("name")
-        return first.argval != "get" or second.opname != told or third.opname not in _CALLING
-    return first.opname != told or not second.opname.startswith("BINARY_")  # globals()["name"]
-
-
-_CALLING = frozenset({"PRECALL", "CALL", "PUSH_NULL"})
-
-
-class Reach(IntEnum):
-    """Of which objects some code may read attributes whose names do not stand in it."""
-
-    NONE = 0
-    NAMESPACES = 1  # Python's own, which are compared and shown in C
-    NAMED = 2  # those that it can name
-    DEEP = 3  # and all that these hold
-
-
-_DEEP = frozenset("asdict astuple deepcopy dumps __getstate__ __reduce_ex__ attrgetter methodcaller".split())
-_ALL = frozenset("vars __dict__ dir fields getmembers getattr_static __getattribute__".split())
-_NAMING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD")
-_SHOWING = frozenset({"repr", "str", "format", "print"})
-
-
-@functools.lru_cache(maxsize=65536)
-def reach_of(code: CodeType) -> Reach:
-    """Which attributes some code may read by names that it computes, or all at once."""
-    names = {*code.co_names}
-    if not _DEEP.isdisjoint(names) or names >= {"reduce", "getattr"}:
-        return Reach.DEEP
-    if (computed := _computes_names(code)) is Reach.DEEP:
-        return computed
-    if not _ALL.isdisjoint(names):
-        num_named = sum(item.argval in _ALL for item in dis.get_instructions(code) if item.opname in _NAMING)
-        return Reach.DEEP if num_named > 1 or computed else Reach.NAMED
-    found = Reach.NONE
-    for item in dis.get_instructions(code):
-        is_loaded = item.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        if item.opname == "MATCH_CLASS" or (is_loaded and item.argval in ("copy", "replace")):
-            return Reach.NAMED
-        is_shown = item.opname in ("COMPARE_OP", "CONTAINS_OP") or item.opname.startswith("FORMAT_")
-        if is_shown or (is_loaded and item.argval in _SHOWING):
-            found = Reach.NAMESPACES
-    return max(found, computed)
-
-
 @functools.lru_cache(maxsize=65536)
 def compares_types(code: CodeType) -> bool:
     """Whether some code asks for a number by its type, as in ``type(n) is float`` or ``type(n) in (int, float)``."""
@@ -193,45 +135,6 @@ def compares_types(code: CodeType) -> bool:
     return False
 
 
-def _computes_names(code: CodeType) -> Reach:
-    """How far some code gets by ``getattr`` or ``hasattr`` with names that are no constants; one within the other."""
-    found = Reach.NONE
-    depth, is_told = -1, False  # of the stack above the function, and whether the name is a constant so far
-    for item in dis.get_instructions(code):
-        if item.opname in ("LOAD_GLOBAL", "LOAD_NAME") and item.argval in ("getattr", "hasattr"):
-            if depth >= 0:
-                return Reach.NAMED if depth > 0 else Reach.DEEP
-            depth, is_told = 0, False
-        elif depth >= 0 and item.opname != "PUSH_NULL":
-            if item.opname in ("PRECALL", "CALL") and item.arg == depth:  # the arguments are all there is on the stack
-                if not is_told:
-                    found = Reach.NAMED
-                depth = -1
-                continue
-            before, depth = depth, depth + dis.stack_effect(item.opcode, item.arg, jump=False)
-            if before == 1 and depth == 2:
-                is_told = item.opname == "LOAD_CONST"
-            elif depth == 2 and item.opname not in ("KW_NAMES", "EXTENDED_ARG"):  # something was made of the constant
-                is_told = False
-    return Reach.NAMED if depth >= 0 else found
-
-
-@functools.lru_cache(maxsize=65536)
-def handed_on(code: CodeType) -> frozenset[str]:
-    """Names of variables and attributes whose values some code uses otherwise than for an attribute that it names."""
-    found: set[str] = set()
-    waiting: str | None = None
-    for item in instructions_of(code):
-        if item.opname == "PUSH_NULL":
-            continue
-        is_named = item.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        if waiting is not None and (not is_named or item.argval == "__dict__"):
-            found.add(waiting)
-        is_loaded = is_named or (item.opname.startswith("LOAD_") and isinstance(item.argval, str))
-        waiting = item.argval if is_loaded and item.opname != "LOAD_CONST" else None
-    return frozenset(found)
-
-
 def is_users_module(module: ModuleType, is_theirs: Callable[[str], bool] = is_users) -> bool:
     """Whether a module of Python is the user's or a library's of theirs; also one that was made without a file."""
     held = vars(module)
@@ -241,58 +144,5 @@ def is_users_module(module: ModuleType, is_theirs: Callable[[str], bool] = is_us
     return is_made and module.__name__.partition(".")[0] not in {*PACKAGES, *sys.stdlib_module_names, "torch"}
 
 
-def modules_handed_on(frame: FrameType) -> Iterator[ModuleType]:
-    """Modules of Python that the code of a frame, which computes names, gives to ``getattr`` or ``vars``."""
-    names = handed_on(frame.f_code)
-    places: list[Mapping[str, Any]] = [frame.f_locals, frame.f_globals]
-    places += (held for value in [*frame.f_locals.values()] for held in attributes_of(value))
-    for held in places:
-        for name in names.intersection(held):
-            if isinstance(held[name], ModuleType):
-                yield held[name]
-
-
 NAMESPACES = (argparse.Namespace, SimpleNamespace)
 """Classes of Python's own whose objects users fill."""
-
-MAX_NAMEABLE = 1000
-"""Objects of a frame that are looked at."""
-
-
-WITHOUT_ATTRIBUTES = (str, int, float, ModuleType, FunctionType, Tensor, type(None))
-"""Of these no attributes are looked at, or they are known otherwise."""
-
-
-def nameable(frame: FrameType) -> Iterator[Any]:
-    """Objects with attributes that some code can reach from its variables, by the names in it and by items."""
-    code, globals_ = frame.f_code, frame.f_globals
-    yield from nameable_from(frame, [*frame.f_locals.values(), *(globals_[n] for n in code.co_names if n in globals_)])
-
-
-def nameable_from(frame: FrameType, waiting: list[Any]) -> Iterator[Any]:
-    """Objects with attributes that some code can reach from these; the list is used up."""
-    code, is_deep = frame.f_code, reach_of(frame.f_code) is Reach.DEEP
-    seen: dict[int, Any] = {}
-    while waiting and len(seen) < MAX_NAMEABLE:
-        value = waiting.pop()
-        if id(value) in seen or isinstance(value, WITHOUT_ATTRIBUTES):
-            continue
-        seen[id(value)] = value
-        if isinstance(value, list | tuple | set | frozenset | deque):
-            waiting += [*value][:MAX_NAMEABLE]
-        elif isinstance(value, dict):
-            waiting += [*value.values()][:MAX_NAMEABLE]
-        else:
-            for held in attributes_of(value):
-                waiting += (held[name] for name in (held if is_deep else code.co_names) if name in held)
-            yield value
-
-
-def attributes_of(value: Any) -> Iterator[Mapping[str, Any]]:
-    """What an object, or a class, holds itself."""
-    with suppress(AttributeError):  # and no ``__getattr__`` of the user's
-        held = vars(value) if isinstance(value, type) else object.__getattribute__(value, "__dict__")
-        if isinstance(held, dict | MappingProxyType):
-            yield held
-    if not isinstance(value, type) and (slots := SlotAttributes.of(value)).members:
-        yield slots

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import ctypes
 import gc
 import sys
 from collections import deque
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from millstream.capture.state.location import MISSING, Attributes, Location
+from millstream.capture.record.location import MISSING, Attributes, Location
+from millstream.capture.record.reads import BUFFERS
 from millstream.capture.state.signature import are_same
 
 MAX_COMPARED = 10_000
@@ -23,12 +23,10 @@ MAX_COMPARED = 10_000
 MAX_BYTES = 1 << 20
 """Likewise of arrays: a mebibyte takes a tenth of a millisecond. Of longer ones no copy is kept at all."""
 
-_BUFFERS = (array.array, bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
-
 
 def is_buffer(value: Any) -> bool:
     """Whether it holds bytes that may change: an array of Python's, shared memory, a value of C's."""
-    return isinstance(value, _BUFFERS)
+    return isinstance(value, BUFFERS)
 
 
 def is_bytes(value: Any) -> bool:

@@ -28,7 +28,7 @@ import threading
 import types
 import weakref
 from collections import ChainMap, Counter, UserDict, UserList, deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Container, Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -44,20 +44,16 @@ from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks
 from millstream.capture.effects.registry import PACKAGES
 from millstream.capture.effects.values import Later
 from millstream.capture.lines import is_ours, is_users, is_users_own, place_of, told
+from millstream.capture.record.location import MISSING, ClassAttributes, ContextValue, Items, Location, SlotAttributes
 from millstream.capture.state.code import (
     NAMESPACES,
     Names,
-    Reach,
-    attributes_of,
     finds_modules,
     is_users_module,
     names_of,
-    reach_of,
 )
 from millstream.capture.state.contents import Answers, is_bytes, is_container, is_element, size_of, without_cache
-from millstream.capture.state.executed import Ran
 from millstream.capture.state.generators import GENERATORS, StandsForGenerator
-from millstream.capture.state.location import MISSING, ClassAttributes, ContextValue, Items, Location, SlotAttributes
 from millstream.errors import CaptureError
 from millstream.tree.spec import SCALARS
 
@@ -67,7 +63,7 @@ MAX_ITEMS = 1000
 MAX_LIBRARY = 500
 """Functions of libraries into whose code the search looks: what others name is found when they run."""
 
-_OF_PYTHON = frozenset(
+OF_PYTHON = frozenset(
     """
     threading.Event threading.Semaphore threading.Barrier asyncio.locks.Event asyncio.locks.Semaphore
     asyncio.queues.Queue concurrent.futures._base.Future multiprocessing.synchronize.SemLock
@@ -110,34 +106,29 @@ class Found:
     tensors: Named[Tensor] = field(default_factory=list)
     objects: Named[MutableMapping[str, Any]] = field(default_factory=list)  # attributes of objects, classes, functions
     owners: dict[int, Any] = field(default_factory=dict)  # those objects, classes and functions themselves, by id
-    namespaces: Named[dict[str, Any]] = field(default_factory=list)  # attributes of the user's Python modules
-    borrowed: list[types.ModuleType] = field(default_factory=list)  # other Python modules
     containers: Named[Any] = field(default_factory=list)  # also arrays, trees of XML and what caches have answered
     long: Named[Any] = field(default_factory=list)  # those that have more than ``MAX_ITEMS`` items: none is followed
-    watched: Named[Any] = field(default_factory=list)  # those of both that the code may look into
     names: set[str] = field(default_factory=lambda: {"__call__", "forward"})  # in the code
-    told: set[str] = field(default_factory=set)  # those of them that are strings, as in ``hasattr(x, "name")``
     cached: list[Any] = field(default_factory=list)  # what ``functools.lru_cache`` has made of functions
     codes: set[types.CodeType] = field(default_factory=set)  # that were looked into
     links: dict[Location, Any] = field(default_factory=dict)  # the steps on the way, and what each led to
-    sources: list[str] = field(default_factory=list)  # names of iterators and queues that the code may ask
     generators: Named[Any] = field(default_factory=list)  # of Python and NumPy, also those whose methods were met
     files: list[Any] = field(default_factory=list)  # open ones
     opaque: dict[int, tuple[str, Any]] = field(default_factory=dict)  # by id, of which nobody can say what they hold
     references: Counter[int] = field(default_factory=Counter)  # on how many ways a tensor, by id, was met by itself
 
 
-def discover(roots: Iterable[tuple[str, Any]], ran: Ran | None = None) -> Found:
+def discover(roots: Iterable[tuple[str, Any]], codes: Container[types.CodeType] | None = None) -> Found:
     """Find everything that ``roots`` (name and object: the function, objects among its arguments) reach.
 
     Args:
         roots: Where to begin.
-        ran: Look at this code only, and at these attributes of modules.
+        codes: Look into this code only.
 
     Raises:
         CaptureError: An object does not let itself be looked at.
     """
-    search = Search(ran)
+    search = Search(codes)
     search.extend(roots)
     return search.found
 
@@ -151,10 +142,7 @@ class _Plain:
 
     name: str  # of the object
     holder: MutableMapping[str, Any]  # its attributes
-    defaults: frozenset[str] = frozenset()  # others, which it may be given later
-    given: type | None = None  # its class, if it may be given others, which code asks for with ``hasattr``
     library: frozenset[str] = frozenset()  # names in its class, if that is PyTorch's or Python's, which reads them too
-    is_computed: bool = False  # whether code reads it by names that it computes
 
 
 class _Names:
@@ -164,14 +152,13 @@ class _Names:
     """
 
     def __init__(self, found: Found) -> None:
-        self.known, self.told = found.names, found.told
+        self.known = found.names
         self.read: set[str] = set()  # those that are not only called as methods
         self._plain: list[_Plain] = []
-        self._holding: dict[str, list[int]] = {}  # by name, those that have such an attribute, or may be given it
-        self._given: list[int] = []  # those that may be given any
+        self._holding: dict[str, list[int]] = {}  # by name, those that have such an attribute
         self._due: dict[int, set[str]] = {}
 
-    def add(self, names: Iterable[str], *, is_read: bool = False, is_told: bool = False) -> None:
+    def add(self, names: Iterable[str], *, is_read: bool = False) -> None:
         """Take names to occur in code."""
         for name in names:
             is_new = name not in self.known or (is_read and name not in self.read)
@@ -181,22 +168,15 @@ class _Names:
                     self._due.setdefault(index, set()).add(name)
             if is_read:
                 self.read.add(name)
-            if is_told and name not in self.told:
-                self.told.add(name)
-                for index in self._given:
-                    self._due.setdefault(index, set()).add(name)
 
     def add_holder(self, plain: _Plain) -> None:
         """Follow attributes of this, too."""
         index = len(self._plain)
         self._plain.append(plain)
-        held = {*plain.holder, *plain.defaults}
+        held = [*plain.holder]
         for name in held:
             self._holding.setdefault(name, []).append(index)
-        due = {name for name in held if plain.is_computed or name in self.known or name in plain.library}
-        if plain.given is not None:
-            self._given.append(index)
-            due |= self.told
+        due = {name for name in held if name in self.known or name in plain.library}
         if due:
             self._due[index] = due
 
@@ -211,28 +191,22 @@ class Search:
     """Finds what a function reaches, and later what other functions reach besides.
 
     Args:
-        ran: Look at this code only, and at these attributes of modules. Otherwise code of libraries is looked at as far
-            as that is near.
+        codes: Look into this code only; otherwise into code of libraries as well, as far as that is near.
 
     Attributes:
         found: What was found so far.
     """
 
-    def __init__(self, ran: Ran | None = None) -> None:
+    def __init__(self, codes: Container[types.CodeType] | None = None) -> None:
         self.found = Found()
-        self._ran = ran or Ran()
+        self._codes = codes
         self._names = _Names(self.found)
         self._seen: dict[int, Any] = {}  # id -> object, kept alive so that ids stay unique
         self._linked: set[tuple[int, Any]] = set()
-        self._computed = {id(held) for value in self._ran.computed.values() for held in _all_attributes(value)}
         self._of_module: str | None = None  # the attribute of a module from which the search has come
-        self._attribute_of: dict[int, str | None] = {}  # container -> that attribute
-        self._answered: set[types.CodeType] = set()  # code behind caches, which need not run to have been asked
-        self._unread: list[tuple[str, dict[str, Any], str]] = []  # other attributes of modules
         # attributes of modules, looked at last; by their names
         self._aside: dict[str, deque[tuple[int, str, dict[str, Any]]]] = {}
         self._num_aside = 0
-        self._sources: list[tuple[str, str | None]] = []  # iterators and queues, and that attribute
         # functions of libraries into whose code nobody has looked, by id; and that attribute
         self._closed: dict[int, tuple[str, types.FunctionType, str | None]] = {}
         self._num_opened = 0
@@ -262,10 +236,6 @@ class Search:
     def _finish(self) -> None:
         """Look at plain objects and classes again until their code yields no new name."""
         self._settle()
-        if not self.found.names.isdisjoint(_PASSES):
-            for item in self._unread:
-                self._put_aside(*item)
-            self._unread.clear()
         while self._aside:
             name, holder, self._of_module = self._next_aside()
             if isinstance(holder[self._of_module], tuple):
@@ -274,9 +244,6 @@ class Search:
                 self.follow(name, holder, self._of_module)
             self._of_module = None
             self._settle()
-        self.found.sources = [name for name, attribute in self._sources if self._may_look_into(attribute)]
-        containers = (*self.found.containers, *self.found.long)
-        self.found.watched = [item for item in containers if self._may_look_into(self._attribute_of[id(item[1])])]
 
     def _put_aside(self, name: str, holder: dict[str, Any], attribute: str) -> None:
         self._aside.setdefault(attribute, deque()).append((self._num_aside, name, holder))
@@ -289,10 +256,6 @@ class Search:
         if not self._aside[attribute]:
             del self._aside[attribute]
         return name, holder, attribute
-
-    def _may_look_into(self, attribute: str | None) -> bool:
-        """Whether the code may do that with an attribute of a module: what it never names may change as it likes."""
-        return attribute is None or attribute in self.found.names or self._ran.attributes is not None
 
     def _settle(self) -> None:
         """Follow names, and look into code of libraries, until there is none that is near."""
@@ -313,45 +276,26 @@ class Search:
         for plain, due in names.take():
             holder = plain.holder
             for name in due:
-                if name in holder:
-                    if plain.is_computed and name.startswith("__"):
-                        continue
-                    is_read = plain.is_computed or name in names.read or name in plain.library
-                    if is_read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
-                        self.follow(f"{plain.name}.{name}", holder, name)
-                elif self._may_be_given(plain, name):
+                if name not in holder:
+                    continue
+                is_read = name in names.read or name in plain.library
+                if is_read or not isinstance(holder[name], SCALARS):  # x.step() calls no number
                     self.follow(f"{plain.name}.{name}", holder, name)
 
-    def _may_be_given(self, plain: _Plain, name: str) -> bool:
-        """Whether code would notice it if a holder were given an attribute of this name."""
-        if name in plain.defaults and (plain.is_computed or name in self._names.known):
-            return True
-        return plain.given is not None and name in self._names.told and not hasattr(plain.given, name)
-
-    def _watch(
-        self,
-        name: str,
-        holder: MutableMapping[str, Any],
-        defaults: frozenset[str] = frozenset(),
-        library: type | None = None,
-        given: type | None = None,
-    ) -> None:
+    def _watch(self, name: str, holder: MutableMapping[str, Any], library: type | None = None) -> None:
         """Follow attributes by their names.
 
         Args:
             name: Of the object.
             holder: Its attributes.
-            defaults: Others, which it may be given later.
             library: Its class, if that is PyTorch's or Python's, whose code reads attributes too.
-            given: Its class, if it may be given others, which code asks for with ``hasattr``.
         """
         read = frozenset[str]() if library is None else self._names_of_library(library)
-        is_computed = id(holder) in self._computed or "__dict__" in read
-        self._names.add_holder(_Plain(name, holder, defaults, given, read, is_computed))
+        self._names.add_holder(_Plain(name, holder, read))
 
     def _names_of_library(self, kind: type) -> frozenset[str]:
         if kind not in self._library_names:
-            self._library_names[kind] = _names_of_class(kind, self._ran)
+            self._library_names[kind] = _names_of_class(kind)
         return self._library_names[kind]
 
     def visit(self, name: str, value: Any) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of thing
@@ -372,14 +316,14 @@ class Search:
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             self.found.tensors.append((name, value))
-            self._watch(name, vars(value), given=type(value))
+            self._watch(name, vars(value))
         elif isinstance(value, nn.Module):
             self._visit_module(name, value)
         elif isinstance(value, Optimizer) and vars(value).keys() >= _OF_OPTIMIZERS:
             self.found.optimizers.append((name, value))
             self._visit_class(name, type(value))
             self._linked.update((id(vars(value)), key) for key in _own_of_optimizers())
-            self._watch(name, vars(value), defaults_of(type(value)), given=type(value))
+            self._watch(name, vars(value))
             for parameter in (parameter for group in value.param_groups for parameter in group["params"]):
                 self._visit_tensor(name, parameter)
             for hook in hooks_of_optimizer(value):
@@ -396,8 +340,8 @@ class Search:
                 self.found.scalers.append((name, value))
         elif isinstance(value, io.IOBase):
             self.found.files.append(value)
-        elif isinstance(value, _SOURCES):
-            self._sources.append((name, self._of_module))
+        elif isinstance(value, _SOURCES):  # refused where they are asked
+            pass
         elif isinstance(value, types.FunctionType):
             self._visit_function(name, value)
         elif isinstance(value, types.MethodType):
@@ -408,7 +352,7 @@ class Search:
             self.visit(name, value.func)
             self.visit(f"{name}.args", value.args)
             self.visit(f"{name}.keywords", value.keywords)
-            self._visit_attributes(name, vars(value), frozenset())
+            self._visit_attributes(name, vars(value))
         elif isinstance(value, staticmethod | classmethod):
             self.visit(name, value.__func__)
         elif isinstance(value, property):
@@ -419,7 +363,6 @@ class Search:
             function = without_cache(value)
             if isinstance(function, types.FunctionType):
                 self.found.cached.append(value)
-                self._answered.add(function.__code__)  # its answer may have been kept from an earlier call
             self.visit(name, value.__wrapped__)
             if not isinstance(function, types.FunctionType) or is_users(function.__code__.co_filename):
                 self._visit_container(f"{name}()", Answers(value))
@@ -445,9 +388,6 @@ class Search:
         elif isinstance(value, types.ModuleType):
             if is_users_module(value):
                 self._watch(name, vars(value))
-                self.found.namespaces.append((name, vars(value)))
-            else:
-                self.found.borrowed.append(value)
         elif isinstance(value, type):
             self._visit_class(name, value)
         else:
@@ -476,10 +416,10 @@ class Search:
         if not is_users(code.co_filename):
             self._visit_wrapper(name, function)
             return
-        self._visit_attributes(name, vars(function), frozenset())
-        if not self._ran.may_have_run(code) and code not in self._answered:
+        self._visit_attributes(name, vars(function))
+        if self._codes is not None and code not in self._codes:
             return
-        if self._ran.codes is None and not is_users_own(code.co_filename):
+        if not is_users_own(code.co_filename):
             self._closed[id(function)] = name, function, self._of_module
             self._visit_wrapper(name, function)
         else:
@@ -495,7 +435,7 @@ class Search:
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.follow(variable, cell, None)
         self._names.add(names.read & names.all, is_read=True)
-        self._names.add(names.told, is_read=True, is_told=True)
+        self._names.add(names.told, is_read=True)
         self._visit_imports(names, function.__globals__.get("__package__"))
         self._names.add(names.all)
         told = names.told if "globals" in names.globals else set()
@@ -553,7 +493,6 @@ class Search:
             if hasattr(value, "__dict__"):
                 self._visit_object(name, value)
             value = Items.of(value) if isinstance(value, dict) else value
-        self._attribute_of[id(value)] = self._of_module
         if (value.size if isinstance(value, np.ndarray) else size_of(value)) > MAX_ITEMS:
             if is_container(value):
                 self.found.long.append((name, value))
@@ -579,36 +518,25 @@ class Search:
                 self._seen[id(base)] = base
                 if is_users(file_of(base)):  # which may hide later what it inherits
                     self.found.owners[id(base)] = base
-                    self._visit_attributes(name, ClassAttributes.of(base), defaults_of(base))
-                    for key, _ in filter(self._is_special, [*vars(base).items()]):
-                        self.follow(f"{name}.{key}", ClassAttributes.of(base), key)
-
-    def _is_special(self, item: tuple[str, Any]) -> bool:
-        """Whether it is a method that has run and whose name no code needs to say: ``k[0]`` calls ``__getitem__``."""
-        name, value = item
-        codes = self._ran.codes
-        is_method = name.startswith("__") and isinstance(value, types.FunctionType)
-        return is_method and codes is not None and value.__code__ in codes
+                    self._visit_attributes(name, ClassAttributes.of(base))
 
     def _visit_object(self, name: str, value: Any) -> None:
         kind: Any = type(value)
         self._visit_class(name, kind)
         is_library = kind.__module__.startswith(_VISITED) and is_ours(file_of(kind))
-        is_library |= any(f"{base.__module__}.{base.__qualname__}" in _OF_PYTHON for base in kind.__mro__)
+        is_library |= any(f"{base.__module__}.{base.__qualname__}" in OF_PYTHON for base in kind.__mro__)
         if not is_users(file_of(kind)) and kind not in NAMESPACES and not is_library:
             return
         self.found.owners[id(value)] = value
         library = kind if is_library else None
         if hasattr(value, "__dict__"):
-            self._visit_attributes(name, vars(value), defaults_of(kind), library)
+            self._visit_attributes(name, vars(value), library)
         slots = SlotAttributes.of(value)
         if slots.members:
-            self._visit_attributes(name, slots, frozenset(slots.members), library)
+            self._visit_attributes(name, slots, library)
 
-    def _visit_attributes(
-        self, name: str, holder: MutableMapping[str, Any], defaults: frozenset[str], library: type | None = None
-    ) -> None:
-        self._watch(name, holder, defaults, library)
+    def _visit_attributes(self, name: str, holder: MutableMapping[str, Any], library: type | None = None) -> None:
+        self._watch(name, holder, library)
         self.found.objects.append((name, holder))
 
     def _visit_tensor(self, name: str, tensor: Tensor) -> None:
@@ -630,10 +558,7 @@ class Search:
             for attribute, value in list(vars(module).items()):
                 if attribute in _PLAIN_MODULE_ATTRIBUTES or isinstance(value, SCALARS):
                     continue
-                if self._ran.has_read(module, attribute):
-                    self._put_aside(f"{prefix}.{attribute}", vars(module), attribute)
-                else:
-                    self._unread.append((f"{prefix}.{attribute}", vars(module), attribute))
+                self._put_aside(f"{prefix}.{attribute}", vars(module), attribute)
 
 
 _VIEWS = (*map(type, ({}.keys(), {}.values(), {}.items())), types.MappingProxyType)
@@ -647,9 +572,6 @@ _VISITED = ("torch.optim.lr_scheduler", "torch.distributions")
 
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 """Attributes of an optimizer; what only wraps one, as ``accelerate`` does, has properties of these names."""
-
-_PASSES = frozenset({"__getattribute__", "getattr_static"})
-"""Names of what reads attributes of modules unnoticed."""
 
 _TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))
 
@@ -666,30 +588,14 @@ def _own_of_optimizers() -> frozenset[str]:
     return frozenset(vars(SGD([nn.Parameter()]))) - {"defaults"}
 
 
-def _all_attributes(value: Any) -> Iterator[Any]:
-    """What an object, its class and that's bases hold, in the forms in which the search knows them."""
-    for held in attributes_of(value):
-        yield ClassAttributes.of(value) if isinstance(value, type) else held
-    for base in type(value).__mro__ if not isinstance(value, type) else ():
-        yield ClassAttributes.of(base)
-
-
-def _names_of_class(kind: type, ran: Ran) -> frozenset[str]:
-    """Names in those methods of a class that may have run; ``__dict__`` stands for all."""
+def _names_of_class(kind: type) -> frozenset[str]:
+    """Names in the methods of a class."""
     names: set[str] = set()
     for value in (value for base in kind.__mro__ for value in vars(base).values()):
         function = getattr(value, "fget", None) or getattr(value, "__func__", None) or getattr(value, "wrapped", value)
-        if isinstance(function, types.FunctionType) and ran.may_have_run(function.__code__):
+        if isinstance(function, types.FunctionType):
             names |= names_of(function.__code__).read
-            if reach_of(function.__code__) >= Reach.NAMED:
-                names.add("__dict__")
     return frozenset(names)
-
-
-def defaults_of(kind: type) -> frozenset[str]:
-    """Names that ``kind`` gives plain values, which an object of it may override."""
-    values = {key: value for base in reversed(kind.__mro__) for key, value in vars(base).items()}
-    return frozenset(key for key, value in values.items() if not hasattr(type(value), "__get__"))
 
 
 def is_own_method(kind: type, name: str) -> bool:

@@ -25,97 +25,85 @@ from typing import Any
 import torch
 
 from millstream._torch.switches import SETTERS
-from millstream.capture.lines import is_asked_by_user, is_pythons, is_users_own
-from millstream.heap import objects_of_types
+from millstream.capture.lines import is_pythons, is_users_own
 
 
 class ImpureCalls:
-    """Tells of such calls in the thread that makes this, as a profiler sees them.
+    """Tells of such calls.
 
     Args:
-        variables: Receives the names of environment variables that the user's code reads.
+        is_new: Whether the step has made an object: to what it has made it may write.
         on_impure: Called with a frame of the user's that is about to make such a call, with what is read or written and
             whether it is written; may raise an error there.
         on_stop: Called with a frame of the user's that starts a debugger; likewise.
         on_switch: Called with a frame that is about to set a switch of PyTorch's.
-
-    Attributes:
-        writers: Objects of ``writer_kinds()`` that were there before: what the step makes itself it may write to.
     """
 
     def __init__(
         self,
-        variables: set[str],
+        is_new: Callable[[Any], bool],
         on_impure: Callable[[FrameType, str, bool], None],
         on_stop: Callable[[FrameType], None],
         on_switch: Callable[[FrameType], None],
     ) -> None:
-        self.on_impure, self._on_stop, self._variables = on_impure, on_stop, variables
-        self._on_switch = on_switch
-        self.writers: list[Any] = []
-        self._thread = threading.get_ident()
+        self._is_new, self._on_impure, self._on_stop, self._on_switch = is_new, on_impure, on_stop, on_switch
         self._in_python: dict[CodeType, Callable[[FrameType], None]] = {
             **{code: partial(self._tell, what=what, is_written=False) for code, what in _READING.items()},
             **{code: partial(self._tell, what=what, is_written=True) for code, what in _starting().items()},
-            type(os.environ).__getitem__.__code__: self._note_variable,
             bdb.Bdb.__init__.__code__: self._note_stop,
             torch.save.__code__: self._note_save,
         }
 
-    def see(self, frame: FrameType) -> bool:
-        """Code of Python's begins to run; returns whether to show each call of it."""
-        note = self._in_python.get(frame.f_code)
-        if note is not None and threading.get_ident() == self._thread:
+    def see(self, code: CodeType, frame: FrameType | None) -> None:
+        """Code is about to be run by a frame."""
+        note = self._in_python.get(code)
+        if note is not None and frame is not None:
             note(frame)
-        return note is not None
 
-    def see_call(self, frame: FrameType, function: Any) -> None:
-        """A function in C is about to be called."""
-        if function.__name__ not in _NAMES or threading.get_ident() != self._thread:
+    def see_call(self, frame: FrameType, function: Any, owner: Any) -> None:
+        """A function in C is about to be called, of a method with its object."""
+        if getattr(function, "__name__", "") not in _NAMES:
+            return
+        try:
+            hash(function)
+        except TypeError:  # an object that is called, of a class of the user's or of PyTorch's bindings
             return
         if function in _STOPPING:
             self._note_stop(frame)
         if function in _SETTERS:
             self._on_switch(frame)
-        what, is_written = self._told_of(function)
+        what, is_written = self._told_of(function, owner)
         if not what:
             return
         if (asking := asking_of(frame, is_written=is_written)) is not None:
-            self.on_impure(asking, what, is_written)
+            self._on_impure(asking, what, is_written)
 
-    def _told_of(self, function: Any) -> tuple[str, bool]:
+    def _told_of(self, function: Any, owner: Any) -> tuple[str, bool]:
         """What a function in C reads or writes, if anything that the step has not made itself; whether it writes."""
-        owner, name, kind = function.__self__, function.__name__, type(function.__self__)
+        name, kind = function.__name__, type(owner)
         if function in _FUNCTIONS:
             return _FUNCTIONS[function]
         if isinstance(owner, type) and name in _OF_CLASSES:
             return _OF_CLASSES[name], False
         if name in _SWITCHES and isinstance(owner, Profiler):
             return PROFILER, True
-        if name in _READERS and isinstance(owner, io.IOBase) and not self._is_new(owner):
+        if name in _READERS and isinstance(owner, io.IOBase) and not self._made(owner):
             return "a file", False
-        if name in _WRITING.get(kind.__module__, ()) and not self._is_new(owner):
+        if name in _WRITING.get(kind.__module__, ()) and not self._made(owner):
             return f"{kind.__module__.strip('_')}.{kind.__qualname__}", True
         return "", False
 
-    def _is_new(self, owner: Any) -> bool:
-        """Whether something in memory to which one writes was made while this watches."""
-        if type(owner) not in writer_kinds() or any(owner is each for each in self.writers):
-            return False
-        return any(owner is each for each in objects_of_types([type(owner)]))  # or ``gc.freeze()`` hides it
+    def _made(self, owner: Any) -> bool:
+        """Whether it is in memory, and made by the step."""
+        return type(owner) in _writer_kinds() and self._is_new(owner)
 
     def _tell(self, frame: FrameType, what: str, is_written: bool) -> None:
-        asking = beyond_library(frame.f_back)
+        asking = beyond_library(frame)
         if asking is not None and is_users_own(asking.f_code.co_filename):
-            self.on_impure(asking, what, is_written)
+            self._on_impure(asking, what, is_written)
 
     def _note_save(self, frame: FrameType) -> None:
-        if frame.f_back is not None:
-            self.on_impure(frame.f_back, "a file", True)
-
-    def _note_variable(self, frame: FrameType) -> None:
-        if frame.f_locals.get("self") is os.environ and is_asked_by_user(beyond_library(frame)):
-            self._variables.add(str(frame.f_locals.get("key")))
+        self._on_impure(frame, "a file", True)
 
     def _note_stop(self, frame: FrameType) -> None:
         """A debugger is about to stop in the user's code, in which it says so itself."""
@@ -149,7 +137,7 @@ def _between(frame: FrameType | None, last: FrameType) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def writer_kinds() -> set[type]:
+def _writer_kinds() -> set[type]:
     """Classes of objects in memory to which a step may write that has made them."""
     kinds: set[type] = {io.StringIO, io.BytesIO, pickle.Pickler}
     if (module := sys.modules.get("_csv")) is not None:
@@ -258,6 +246,9 @@ _STARTING = (
     ("multiprocessing.pool", "Pool", "_check_running", "work elsewhere"),  # which all of its methods begin with
     ("concurrent.futures.thread", "ThreadPoolExecutor", "submit", "work elsewhere"),
     ("concurrent.futures.process", "ProcessPoolExecutor", "submit", "work elsewhere"),
+    ("torch.profiler", "profile", "__enter__", PROFILER),
+    ("torch.profiler", "profile", "start", PROFILER),
+    ("torch.autograd.profiler", "profile", "__enter__", PROFILER),
 )
 """Module, class and method by which a program starts one of these."""
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from millstream.capture.record.location import Location
 from millstream.capture.state.discover import Found, walk_parameters
-from millstream.capture.state.location import Location
 from millstream.capture.state.signature import is_lazy_view
 from millstream.errors import CaptureError
 

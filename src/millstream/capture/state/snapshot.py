@@ -12,7 +12,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,12 +20,18 @@ from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.values import Later, holds_token
+from millstream.capture.lines import is_millstreams, is_users
+from millstream.capture.record.location import MISSING, Attributes, Location
+from millstream.capture.record.paths import PLACES, is_namespace, location_of, path_of
+from millstream.capture.record.reads import MISSING as NOTHING
+from millstream.capture.record.reads import Kind as Kinds
+from millstream.capture.record.reads import Write
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.contents import content_of, has_content, is_bytes, is_comparable, is_container, put_back
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.generators import StandsForGenerator
-from millstream.capture.state.location import MISSING, Attributes, Location
+from millstream.capture.state.relevant import counts
 from millstream.capture.state.signature import is_same
 
 
@@ -102,6 +108,19 @@ class Snapshot:
         self._whole |= {id(container) for _, container in long}
         for name, container in (*objects, *containers, *long):
             self._keep(Kind.PLAIN, name, container)
+
+    def add_written(self, write: Write) -> None:
+        """Note what is there where the step is about to write, if no search has found that."""
+        holder = write.holder
+        is_other = not is_container(holder) and write.kind is Kinds.CONTENTS
+        if id(holder) in self._copies or is_other or not counts(write, self._record):
+            return
+        name = path_of(write, self._record)
+        if is_container(holder) and write.owner is holder and not is_namespace(holder):
+            self._containers.add(id(holder))
+            self._keep(Kind.PLAIN, name, holder)
+        elif (place := location_of(write, self._record)) is not None:
+            self._links.setdefault(place, MISSING if write.value is NOTHING else write.value)
 
     def _new(self, kind: str) -> list[Any]:
         """What was found of a kind since the last time."""
@@ -212,24 +231,26 @@ class Snapshot:
                 places += [Location(holder, key, name) for key, value in entries if value is held]
         return [*dict.fromkeys(places)]
 
-    def disturbed(self, used: Found, unread: Container[Location]) -> Location | None:
-        """A place of what a step uses where another thread has put something since this was made, if there is one.
+    def disturbed(self, unread: Container[Location]) -> Location | None:
+        """A place that the step has read, and where another thread has put something since, if there is one.
 
         To be asked when everything is put back that the step has changed; not about ``unread``.
         """
-        for location, value in used.links.items():
-            if location in unread:
+        for read in self._record.reads:
+            kind = self._copies.get(id(read.holder), (Kind.PLAIN,))[0]
+            is_theirs = is_users(read.code.co_filename)  # what PyTorch's has read, ours may change meanwhile
+            if not is_theirs or kind not in (Kind.PLAIN, Kind.MODULE) or not counts(read, self._record):
                 continue
-            kind, _, _, copy = self._copies.get(id(location.holder), (Kind.PLAIN, "", None, None))
-            before = self._links.get(location, value)
-            if location not in self._links and isinstance(copy, dict):  # as its name is computed
-                before = copy.get(location.key, MISSING)
-            if kind in (Kind.PLAIN, Kind.MODULE) and not _is_unchanged(value, before):
-                return location
-        for name, container in used.watched:
-            kind, _, _, copy = self._copies.get(id(container), (None, None, None, None))
-            if kind is Kind.PLAIN and is_comparable(container) and not _has_kept(container, copy):
-                return Location(container, None, name)
+            if read.kind is Kinds.CONTENTS and is_container(read.holder):
+                place = Location(read.holder, None, path_of(read, self._record))
+                is_kept = _are_unchanged(read.now(), read.value)
+            elif read.kind in PLACES and (known := location_of(read, self._record)) is not None:
+                place, before = known, MISSING if read.value is NOTHING else read.value
+                is_kept = _is_unchanged(place.get(), before) or _is_wrapper(before)
+            else:
+                continue
+            if not is_kept and place not in unread:
+                return place
         return None
 
 
@@ -246,14 +267,9 @@ def _stands_for_number(value: Any) -> bool:
     return issubclass(type(value), (torch.SymFloat, torch.SymInt))
 
 
-def _has_kept(container: Any, content: Any) -> bool:
+def _are_unchanged(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     """Whether a container has what it had; numbers that a graph reads anew may be others."""
-    if has_content(container, content):
-        return True
-    if isinstance(container, dict | Attributes):
-        return [*container] == [*content] and all(map(_is_unchanged, container.values(), content.values()))
-    is_sequence = isinstance(container, list | deque) and len(container) == len(content)
-    return is_sequence and all(map(_is_unchanged, container, content))
+    return len(now) == len(before) and all(map(_is_unchanged, now, before))
 
 
 def _is_unchanged(now: Any, before: Any) -> bool:
@@ -264,6 +280,12 @@ def is_type_of_tracing(key: Any) -> bool:
     """Whether it is a type that tensors have while they are traced only, or a weak reference to one."""
     key = key() if isinstance(key, weakref.ref) else key
     return isinstance(key, type) and issubclass(key, FakeTensor)
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Whether it is a function of ours that stands for another one while a step is traced."""
+    function = value.__func__ if type(value) is MethodType else value
+    return type(function) is FunctionType and is_millstreams(function.__code__.co_filename)
 
 
 def _is_changed(after: Any, before: Any) -> bool:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from millstream.capture.effects.expressions import text_of
-from millstream.capture.guards import native, shadow
+from millstream.capture.guards import native
 from millstream.capture.guards.derive import expect_of_arguments, make_guards
 from millstream.capture.guards.recheck import listing_of
+from millstream.capture.record.location import Location, TensorItem
 from millstream.capture.state.code import counted_in
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import name_of, others_may_write
 from millstream.capture.state.lift import Lifted, device_of, find_host_scalars, lift
-from millstream.capture.state.location import Location, TensorItem
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view, settings_of
 from millstream.capture.step.calls import Call
 from millstream.capture.step.graph import (
@@ -30,9 +30,9 @@ from millstream.capture.step.graph import (
     is_alike,
     restore_gradients,
 )
-from millstream.capture.step.request import Gradient, NumberInput, Request, Traced
 from millstream.capture.step.sizes import SizeGuard
 from millstream.capture.trace.patches.optimizers import counts_of, numbers_of
+from millstream.capture.trace.request import Gradient, NumberInput, Request, Traced
 from millstream.capture.trace.scalars import is_number
 from millstream.errors import CaptureError
 from millstream.tree.containers import is_open_container
@@ -235,7 +235,6 @@ class StepState:
         ]
         traced.gm.meta[STATE_NAMES] = tuple(names)
         guards = make_guards(request, traced, before, grad_buffers)
-        shadow.report(request, traced, guards)
         if any(tensor.device.type in native.DEVICES for tensor in guards.watched):
             guards.quicken(parameters)
         return StepGraph(
@@ -271,7 +270,7 @@ class StepState:
             structure=traced.structure,
             outputs=traced.outputs,
             effects=traced.effects,
-            containers=[each for _, each in traced.used.containers if is_open_container(each)],
+            containers=[each for each in traced.record.containers() if is_open_container(each)],
             stepped=[vars(optimizer) for optimizer in traced.optimizers],
             written=[tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written],
             parameters=parameters,

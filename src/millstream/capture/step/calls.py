@@ -23,7 +23,7 @@ from millstream.capture.state.signature import (
     key_of_tensors,
     settings_of,
 )
-from millstream.capture.step.request import NumberInput, argument_input
+from millstream.capture.trace.request import NumberInput, argument_input
 from millstream.device.tensor_specs import TensorSpecs
 from millstream.tree.batches import is_registered
 from millstream.tree.containers import containers_in

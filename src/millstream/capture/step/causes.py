@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from millstream.capture.guards.guards import Break
-from millstream.capture.state.location import MISSING
+from millstream.capture.record.location import MISSING
 from millstream.capture.state.signature import TensorSpec
 from millstream.capture.step.calls import Call, Form, text_of_tensor
 from millstream.capture.step.graph import StepGraph

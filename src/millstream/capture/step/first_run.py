@@ -11,9 +11,9 @@ from millstream.capture.lines import told
 from millstream.capture.step.calls import Call
 from millstream.capture.step.failures import find_failure
 from millstream.capture.step.graph import Build, StepGraph
-from millstream.capture.step.request import NotNow
 from millstream.capture.step.sizes import NoSymbols
 from millstream.capture.trace.patches.randomness import RandomState
+from millstream.capture.trace.request import NotNow
 from millstream.data_parallel.exchange import PROGRESS
 from millstream.errors import ArgumentError, CaptureError, DataParallelError, MillstreamError
 from millstream.progress import phase

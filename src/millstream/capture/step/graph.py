@@ -17,12 +17,12 @@ from millstream.capture.effects.program import Effects, Output
 from millstream.capture.effects.values import Values, read_clocks
 from millstream.capture.guards.guards import Guards
 from millstream.capture.guards.recheck import Line
-from millstream.capture.state.location import Location
+from millstream.capture.record.location import Location
 from millstream.capture.state.signature import is_other, is_same
 from millstream.capture.step.calls import Form
 from millstream.capture.step.failures import as_eager
-from millstream.capture.step.request import NotNow
 from millstream.capture.step.sizes import SizeGuard, form_without_sizes, numbers_of
+from millstream.capture.trace.request import NotNow
 from millstream.capture.trace.scalars import Questions, is_number
 from millstream.device.tensor_specs import TensorSpecs
 from millstream.errors import CaptureError

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from millstream._torch.compiler.symbols import guard_of
-from millstream.capture.step.request import Request, Traced
+from millstream.capture.trace.request import Request, Traced
 from millstream.capture.trace.sizes import TracedSizes
 
 MOST_FORMS = 100

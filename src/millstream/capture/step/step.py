@@ -32,10 +32,9 @@ from millstream.capture.effects.drawn import undrawn
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.lines import COMES_TO, claim, in_library, library_in
+from millstream.capture.record.location import Location
 from millstream.capture.state.discover import Found, discover
-from millstream.capture.state.executed import Ran
 from millstream.capture.state.lift import find_unlifted, lift
-from millstream.capture.state.location import Location
 from millstream.capture.state.signature import has_same, key_of, key_of_tensors, settings_of
 from millstream.capture.step.bind import StepState
 from millstream.capture.step.calls import Call, Calls, specs_of, split_leaves
@@ -43,7 +42,11 @@ from millstream.capture.step.causes import History, cause_of
 from millstream.capture.step.first_run import build_and_run
 from millstream.capture.step.graph import Build, GraphCache, StepGraph
 from millstream.capture.step.refused import Refused
-from millstream.capture.step.request import (
+from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols
+from millstream.capture.step.split import lines_for_a_region
+from millstream.capture.trace.changes import CALLBACK_REMEDY
+from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
+from millstream.capture.trace.request import (
     Converted,
     Disturbed,
     EagerFirst,
@@ -58,16 +61,11 @@ from millstream.capture.step.request import (
     Traced,
     TypesCompared,
 )
-from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols
-from millstream.capture.step.split import lines_for_a_region
-from millstream.capture.trace.changes import CALLBACK_REMEDY
-from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
 from millstream.capture.trace.scalars import is_number
 from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import (
     check_function,
     check_modes,
-    check_profiler,
     check_used,
     find_unsupported,
     within_transform,
@@ -343,7 +341,7 @@ class Step(Generic[P, R]):
         """What the roots reach; what the function's own code uses of it can be captured."""
         found = discover(roots)
         if unsupported := [*find_unsupported(found)]:
-            check_used(discover(roots, Ran({_code_of(self.function)})), unsupported)
+            check_used(discover(roots, {_code_of(self.function)}), unsupported)
         return found
 
     def _optimizers(self, call: Call) -> list[Optimizer]:
@@ -574,13 +572,12 @@ class Step(Generic[P, R]):
                 check_modes()
                 if self._is_unready(found, is_trial=is_trial):
                     raise EagerFirst
-                check_profiler()
                 self._look_back(call, found)
                 ask_early(call.arguments)
                 phase("tracing")
                 graph = self._trace(call, found, counts, dimensions)
                 if self._calls.hold_among(call, graph.containers):
-                    graph = self._trace(call, self._search([*self._roots(call)]), counts, {})
+                    graph = self._trace(call, discover(self._roots(call)), counts, {})
             arguments, results = build_and_run(self._build, call, graph, is_trial=is_trial)
         except BaseException:
             counts.undo()
@@ -608,7 +605,6 @@ class Step(Generic[P, R]):
             call = self._calls.make(args, kwargs)
             dimensions = {} if graph.sizes is None else graph.sizes.dimensions
             try:
-                check_profiler()
                 request, traced = self._record(call, discover(self._roots(call)), CountsOnDevice(), dimensions, graph)
             except NoGraph:  # as in the last call before one that takes another branch: the next check will tell
                 return
@@ -652,7 +648,7 @@ class Step(Generic[P, R]):
             except FoundLate as late:
                 roots.append((late.name, late.value))
                 where = late.where
-                found = self._search(roots)
+                found = discover(roots)
             except NumbersChanged as changed:
                 self._state.note_counts(found, changed.locations)
             except TypesCompared as compared:
@@ -667,7 +663,7 @@ class Step(Generic[P, R]):
                         f"Another thread writes to {other.location} while the step is captured.",
                         remedy="Let it wait for the first calls of the step, or pass what it writes as an argument.",
                     ) from None
-                found = self._search(roots)
+                found = discover(roots)
                 is_lifted = any(number.location == other.location for number in request.numbers)
                 if not is_lifted and other.location.key is not None and is_number(other.location.get()):
                     self._state.note_reads(found, [other.location])

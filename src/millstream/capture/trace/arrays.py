@@ -22,7 +22,7 @@ from torch import Tensor
 from millstream.capture.effects.expressions import Always, Apply, Expression
 from millstream.capture.effects.values import Later, Leaf, Shared
 from millstream.capture.lines import raise_refusal
-from millstream.capture.state.executed import unwatched
+from millstream.capture.record.session import unseen
 from millstream.capture.trace.scalars import HostScalar, Questions, is_scalar
 
 MOST_ITEMS = 4096
@@ -164,7 +164,7 @@ class LaterArray(Later):
         return _computed(self, function, *args, **how)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        unwatched(
+        unseen(
             raise_refusal,
             self._questions.refused.append,
             "The step needs what a NumPy array holds that is known after the graph.",
@@ -204,7 +204,7 @@ def array_of(tensor: Tensor, leaf: Leaf, questions: Questions) -> LaterArray | N
     """
     if (dtype := _DTYPES.get(tensor.dtype)) is None:
         return None
-    like = unwatched(np.broadcast_to, np.zeros((), dtype), tuple(tensor.shape))
+    like = unseen(np.broadcast_to, np.zeros((), dtype), tuple(tensor.shape))
     return LaterArray(Apply(_on_host, (leaf,)), frozenset((leaf,)), like, questions)
 
 
@@ -216,7 +216,7 @@ def _computed(array: LaterArray, function: Callable[..., Any], *args: Any, **how
     """What a function gives, some of whose arguments are known later."""
     parts = [*args, *how.values()]
     needs = frozenset[Leaf]().union(*(each.needs for each in _later_in(parts)))
-    like = unwatched(_of_zeros, function, (*how,), [*map(_like, parts)])
+    like = unseen(_of_zeros, function, (*how,), [*map(_like, parts)])
     if "out" in how or not isinstance(like, np.ndarray | np.generic):
         array._refuse()
     operands = (_expression(each, array) for each in parts)

@@ -10,15 +10,14 @@ from torch import Tensor
 from millstream.capture.effects.expressions import Always
 from millstream.capture.effects.program import Extend, Output, Write
 from millstream.capture.effects.recorder import Recorder
+from millstream.capture.record.location import MISSING, Location
 from millstream.capture.record.recorder import Recorder as Record
-from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import others_may_write
-from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.signature import is_same
 from millstream.capture.state.snapshot import Change, Kind, Snapshot, is_type_of_tracing
-from millstream.capture.step.request import Disturbed, FirstChange, NumbersChanged, OneShot, Request, StateMissing
 from millstream.capture.trace.modes import fits
 from millstream.capture.trace.patches.optimizers import is_schedulers
+from millstream.capture.trace.request import Disturbed, FirstChange, NumbersChanged, OneShot, Request, StateMissing
 from millstream.capture.trace.scalars import Questions, as_scalar, is_known_later, is_number, is_scalar
 from millstream.capture.trace.twins import is_traced
 from millstream.errors import CaptureError
@@ -200,9 +199,9 @@ class Changes:
             self.request.plain |= plain
             raise Disturbed(new.pop())
 
-    def numbers_now(self, used: Found) -> list[Any]:
+    def numbers_now(self) -> list[Any]:
         """The numbers after the trace, if the graph holds for them and for everything else that there is by now."""
-        if (disturbed := self.snapshot.disturbed(used, self.unread)) is not None:
+        if (disturbed := self.snapshot.disturbed(self.unread)) is not None:
             raise Disturbed(disturbed)
         places = [number.location for number in self.request.numbers]
         values = [place.get() for place in places]

@@ -22,7 +22,7 @@ import torch
 from millstream.capture.effects.expressions import Apply, Draw, Expression, computes_the_same
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import raise_refusal
-from millstream.capture.state.executed import unwatched
+from millstream.capture.record.session import unseen
 from millstream.capture.state.generators import GENERATORS, StandsForGenerator, copy_of
 from millstream.capture.trace.arithmetic import evaluate, expression_of, scalars_in
 from millstream.capture.trace.scalars import GraphScalar, Questions, is_known_later, is_number, is_scalar, is_tensor
@@ -135,7 +135,7 @@ class Draws:
 
     def _drawn(self, generator: Any, name: str, label: str, operands: list[Any], names: tuple[str, ...]) -> Any:
         if id(generator) not in self._copies:
-            self._copies[id(generator)] = unwatched(copy_of, generator)
+            self._copies[id(generator)] = unseen(copy_of, generator)
         if self._forbidden is not None:
             self._raise(self._forbidden)
         questions = self._questions
@@ -143,7 +143,7 @@ class Draws:
             _with_names(getattr(generator, name), names), tuple(expression_of(each, questions) for each in operands)
         )
         plain = evaluate(operands, attrgetter("value"))
-        value = unwatched(_with_names(getattr(self._copies[id(generator)], name), names), *plain)
+        value = unseen(_with_names(getattr(self._copies[id(generator)], name), names), *plain)
         if len(questions.drawn) < len(self._given):
             value = self._given[len(questions.drawn)]
         num_values = _num_values(name, plain[: len(plain) - len(names)]) if not any(scalars_in(operands)) else None

@@ -49,7 +49,8 @@ from millstream.capture.lines import (
     raise_refusal,
     user_frames,
 )
-from millstream.capture.state.executed import function_asking, unwatched
+from millstream.capture.record.session import unseen
+from millstream.capture.state.executed import function_asking
 from millstream.capture.trace.arrays import LaterArray, array_of
 from millstream.capture.trace.flows import FLOWS, Flows, why_not_a_body
 from millstream.capture.trace.scalar_functions import run_with_scalars
@@ -473,7 +474,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if getattr(func, "namespace", "") in _PYTORCHS and all(map(issubclass, types, repeat(FakeTensor))):
             # Itself, as in its place there is another: what the operator consists of is none of the function mode's.
             with DisableTorchFunction():
-                return unwatched(self._dispatch, func, args, kwargs or {})
+                return unseen(self._dispatch, func, args, kwargs or {})
         if is_expanded_later(func):  # its Python is called once more, and reads numbers as they are then
             self._write_numbers_down()
         return self._dispatch(func, args, kwargs or {})

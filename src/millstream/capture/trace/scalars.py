@@ -51,8 +51,8 @@ from millstream.capture.effects.expressions import (
 )
 from millstream.capture.effects.values import Later, Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
+from millstream.capture.record.location import MISSING
 from millstream.capture.state.executed import others_may_write
-from millstream.capture.state.location import MISSING
 from millstream.capture.state.signature import is_other
 from millstream.errors import CaptureError
 from millstream.heap import objects_of_types

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from millstream.capture.state.location import Location
+from millstream.capture.record.location import Location
 from millstream.locks import TRACING
 
 _RECORDED = (vars(random), vars(np.random), vars(time))

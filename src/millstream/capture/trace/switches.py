@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from millstream._torch.switches import Decides, Switch, SwitchSettings, present, put_back, remember
-from millstream.capture.step.request import FirstChange
+from millstream.capture.trace.request import FirstChange
 from millstream.errors import CaptureError
 
 _PRODUCTS = re.compile(

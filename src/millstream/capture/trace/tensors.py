@@ -16,13 +16,13 @@ from millstream._torch.tensors import FakeTensor, is_same_view, storage_id
 from millstream._torch.tracing import graph_being_traced
 from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure
+from millstream.capture.record.location import Location
 from millstream.capture.state.lift import Lifted
-from millstream.capture.state.location import Location
 from millstream.capture.state.objects import objects_of_batch
 from millstream.capture.state.snapshot import Change
-from millstream.capture.step.request import Request
 from millstream.capture.trace.changes import needs_gradient
 from millstream.capture.trace.modes import ForeignTensor, fits
+from millstream.capture.trace.request import Request
 from millstream.capture.trace.scalars import is_known_later, is_tensor
 from millstream.capture.trace.twins import fake_of, is_traced, real_of
 from millstream.errors import CaptureError

@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_leaves
 from millstream._torch.backward import backward_watched
 from millstream._torch.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream._torch.compiler.dynamo import compile_lock
-from millstream._torch.compiler.symbols import calculated_by
 from millstream._torch.devices.device_guard import keep_device_guard
 from millstream._torch.hooks import optimizer_steps_seen
 from millstream._torch.recurrence import plain_recurrence
@@ -58,7 +57,6 @@ from millstream.capture.effects.outputs import outputs_recorded
 from millstream.capture.effects.program import COUNTING, Way
 from millstream.capture.effects.recorder import Recorder as EffectsRecorder
 from millstream.capture.effects.recorder import text_changed
-from millstream.capture.guards.shadow import compare_writes
 from millstream.capture.lines import (
     caller_of,
     here,
@@ -69,43 +67,30 @@ from millstream.capture.lines import (
     stops_in_debugger,
     told,
 )
+from millstream.capture.record.location import MISSING, Location
+from millstream.capture.record.paths import path_of
+from millstream.capture.record.reads import Read, Write
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.record.scope import Difference, is_shadow, make_recorder, until_operators
-from millstream.capture.state.code import attributes_of, compares_types
+from millstream.capture.record.scope import make_recorder, until_operators
+from millstream.capture.record.session import why_not
+from millstream.capture.state.code import compares_types
 from millstream.capture.state.contents import without_cache
-from millstream.capture.state.discover import Found, Search, discover
+from millstream.capture.state.discover import Found, Search
 from millstream.capture.state.executed import (
     CodeWatch,
-    Ran,
     is_of_library_in_step,
     others_may_write,
-    record_module_reads,
     stand_in,
-    unwatched,
 )
-from millstream.capture.state.impure import PROFILER, STARTED
+from millstream.capture.state.impure import PROFILER, STARTED, ImpureCalls
 from millstream.capture.state.lift import (
     check_apart,
     device_of,
     find_unlifted,
-    lift,
     why_not_lifted,
 )
-from millstream.capture.state.location import MISSING, Location
 from millstream.capture.state.others import stand_for, stand_in_for
 from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
-from millstream.capture.step.request import (
-    Converted,
-    Disturbed,
-    FoundLate,
-    NoGraph,
-    NumbersChanged,
-    OneShot,
-    Request,
-    StateMissing,
-    Traced,
-    TypesCompared,
-)
 from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.clocks import Clocks
 from millstream.capture.trace.draws import Draws, are_alike
@@ -113,7 +98,7 @@ from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, Operato
 from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.conversions import Conversions, can_be_seen
-from millstream.capture.trace.patches.data_parallel import TracedSession
+from millstream.capture.trace.patches.data_parallel import TracedSession, reads_of_wrappers
 from millstream.capture.trace.patches.finalizers import finalizers_apart
 from millstream.capture.trace.patches.numbers import json_takes_scalars, math_takes_scalars
 from millstream.capture.trace.patches.optimizers import (
@@ -124,13 +109,26 @@ from millstream.capture.trace.patches.optimizers import (
     widen_counts,
 )
 from millstream.capture.trace.patches.randomness import RandomState, draws_recorded
+from millstream.capture.trace.request import (
+    Converted,
+    Disturbed,
+    FoundLate,
+    NoGraph,
+    NotNow,
+    NumbersChanged,
+    OneShot,
+    Request,
+    StateMissing,
+    Traced,
+    TypesCompared,
+)
 from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_number, is_scalar
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.stand_ins import StandIns
 from millstream.capture.trace.switches import SwitchWatch
 from millstream.capture.trace.tensors import Leaving, writes_host
 from millstream.capture.trace.twins import Twins, fake_of, is_traced, real_of
-from millstream.capture.trace.unsupported import Unsupported, check_used, find_unsupported
+from millstream.capture.trace.unsupported import find_unsupported
 from millstream.capture.trace.ways import Ways, are_effects_alike, check_alike, join_effects, join_gradients
 from millstream.errors import CaptureError, DataParallelError, without_frames
 from millstream.locks import TRACING, unknown_before
@@ -207,8 +205,7 @@ class _Tracer:
     questions: Questions = field(init=False)
     stepped: list[Optimizer] = field(default_factory=list)
     failure: Exception | None = None
-    ran: Ran = field(default_factory=lambda: Ran(attributes={}))
-    unsupported: list[Unsupported] = field(init=False)  # what was found that must not be used
+    unsupported: dict[int, CaptureError] = field(init=False)  # by id, what was found and must not be used
     numbers: list[Any] = field(default_factory=list)
     users_scalars: dict[int, GraphScalar] = field(default_factory=dict)
     users_readers: dict[int, Callable[[], Any]] = field(default_factory=dict)
@@ -216,7 +213,6 @@ class _Tracer:
     looked_at: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
     walked: set[str] = field(default_factory=set)  # of ``_WALKING``, those in code that has run
-    computed: dict[int, Any] = field(default_factory=dict)
     graded: set[int] = field(default_factory=set)
     exchanges: list[Any] = field(default_factory=list)
     sizes: TracedSizes | None = None
@@ -224,7 +220,6 @@ class _Tracer:
     unlifted: dict[int, tuple[str, Tensor]] = field(init=False)
     search: Search | None = None  # for what the step reaches by code that was not seen before
     record: Recorder = field(init=False)  # of what is read and written
-    differences: list[Difference] = field(default_factory=list)  # likewise, to what was found changed
     new_inputs: NewInputs = field(init=False)
     num_results: int = 0  # of the graph; values of branches come after them
     twins: Twins = field(init=False)
@@ -233,11 +228,15 @@ class _Tracer:
     draws: Draws = field(init=False)
     clocks: Clocks = field(init=False)
     stand_ins: StandIns = field(init=False)
+    wrapper_reads: dict[tuple[int, str], nn.Module] = field(default_factory=dict)
+    has_others: bool = False  # whether other threads may write
+    is_asked: bool = False  # whether to look at each instruction, see ``happens``
+    watch: CodeWatch = field(init=False)
     has_text: bool = False  # whether other ways have text with values in it
     others: list[_Tracer] = field(default_factory=list)  # that have traced the other ways of branches
 
     def __post_init__(self) -> None:
-        self.unsupported = [*find_unsupported(self.request.found)]
+        self.unsupported = {id(each): error for each, error in find_unsupported(self.request.found)}
         self.unlifted = find_unlifted(self.request.found)
         self.questions = Questions(self._new_input)
         self.questions.texts.style = self.request.style
@@ -250,6 +249,21 @@ class _Tracer:
         self.ways.count_effects = lambda: len(self.recorder.program)
         self.recorder.choose = self.ways.take
         self.record = make_recorder(request.function, request.arguments)
+        self.record.watch = self
+        self.watch = CodeWatch(
+            self.record.is_new,
+            self._on_code,
+            ImpureCalls(
+                self.record.is_new,
+                self._on_impure,
+                lambda frame: self._report(stops_in_debugger(_line_of(frame))),
+                lambda _: self.switches.note_set(here()),
+            ),
+            lambda: self.request.found.opaque,  # of what is found later, too
+            self._on_opaque,
+            self._on_text,
+            self._on_extension,
+        )
         self.switches = SwitchWatch(request.settings)
         device = device_of([*(entry.tensor for entry in request.state), *request.arguments])
         self.questions.num_before = len(request.numbers)
@@ -288,7 +302,7 @@ class _Tracer:
         tracer, first = self, len(self.request.ways)
         for number in reversed(range(first, len(self.ways.taken))):
             ways = (*self.ways.taken[:number], not self.ways.taken[number])
-            other = _Tracer(replace(self.request, ways=ways), ran=self.ran)
+            other = _Tracer(replace(self.request, ways=ways))
             self.others.append(other)
             try:
                 tracer, gm = tracer._merge(gm, *other._trace_ways(), number)
@@ -365,8 +379,8 @@ class _Tracer:
         self.has_text |= other.has_text or bool(other.questions.texts.made)
         self.looked_at |= other.looked_at
         self.asked |= other.asked
+        self.wrapper_reads |= other.wrapper_reads
         self.stepped += [each for each in other.stepped if each not in self.stepped]
-        self.differences += other.differences
 
     def _trace_way(self) -> fx.GraphModule:
         request = self.request
@@ -386,7 +400,6 @@ class _Tracer:
                     [*state, *before, *request.arguments], self.mode, request.host_scalars, fakes, self.kind
                 ).active() as own,
                 self.mode,
-                calculated_by(unwatched) if self.sizes is not None else contextlib.nullcontext(),
                 self._numbers_replaced(),
                 self.stand_ins.at(request.found.links),
                 math_takes_scalars(),
@@ -400,7 +413,7 @@ class _Tracer:
                 cached = request.found.cached
                 self.caches = CachesUnfilled(cached, lambda name: self._report(StateMissing(f"{name}'s cache")))
                 with (
-                    record_module_reads(self._on_forward, self.ran),
+                    reads_of_wrappers(self.wrapper_reads),
                     self._optimizers_watched(spared),
                     self.caches if cached else contextlib.nullcontext(),
                 ):
@@ -457,29 +470,15 @@ class _Tracer:
             args, kwargs = given
             self.recorder.given = frozenset(containers_in(given, self.request.opened)) - self._held().keys()
             self.record.given = self.recorder.given
-            cached = {without_cache(cache).__code__ for cache in self.request.found.cached}
-            watch = CodeWatch(
-                self.ran,
-                self._on_code,
-                self._on_impure,
-                cached,
-                lambda: self.request.found.opaque,  # of what is found later, too
-                self._on_opaque,
-                self._on_text,
-                lambda frame: self._report(stops_in_debugger(_line_of(frame))),
-                lambda frame: self.switches.note_set(here(num_left_out=1)),
-                self._take_from_others if others_may_write() else None,
-                self._on_computed,
-                self._on_extension,
-            )
+            self.record.again.update(without_cache(cache).__code__ for cache in self.request.found.cached)
+            self.has_others = others_may_write()
+            self.is_asked = self.has_others or bool(self.unsupported)
             converting = self.conversions.seen(self.kind) if self.request.converts else contextlib.nullcontext()
-            # In this order: to the watch, a tracer that the step sets is a debugger.
-            with self.clocks.recorded(), converting, watch, self.record.recording():
+            with self.clocks.recorded(), converting, self.record.recording():
                 result = self.request.function(*args, **kwargs)
             self.questions.return_borrowed()
-            self.differences = compare_writes(self.record, self.snapshot.changes) if is_shadow() else []
-            if not watch.is_whole:
-                raise watch.failure or _switches_profiler()
+            if self.record.failure:
+                raise _not_recorded(self.record.failure)
             self.changes.note_unread()
             self._check_arguments(given, structure)
             return result
@@ -549,6 +548,37 @@ class _Tracer:
             self._raise_failure()
             raise
 
+    def happens(self, operands: tuple[Any, ...]) -> None:
+        """Refuse what must not be used, and see whether another thread has written meanwhile where the step counts."""
+        for each in operands if self.unsupported else ():
+            if id(each) in self.unsupported:
+                self._report(self.unsupported[id(each)])
+        if self.has_others:
+            self._take_from_others()
+
+    def begins(self, frame: FrameType) -> None:
+        """Code is about to run."""
+        self.watch.begins(frame)
+
+    def calls(self, frame: FrameType, function: Any, arguments: tuple[Any, ...]) -> None:
+        """A function is about to be called."""
+        self.watch.calls(frame, function, arguments)
+
+    def writes(self, write: Write) -> None:
+        """Note what is there before the step writes."""
+        self.snapshot.add_written(write)
+
+    def asks(self, source: Any, read: Read | None) -> None:
+        """Refuse a step that asks an iterator, which would give each item once."""
+        name = type(source).__name__ if read is None else path_of(read, self.record)
+        self._report(
+            CaptureError(
+                f"The step takes its data from an iterator, {name}.",
+                where=here(),
+                remedy="Pass the batch as an argument instead.",
+            )
+        )
+
     def _on_code(self, frame: FrameType, functions: list[FunctionType]) -> None:
         """Before code runs that discovery has not seen look at it, too; stop before code that asks an iterator."""
         request = self.request
@@ -584,7 +614,6 @@ class _Tracer:
             self.snapshot.add(found)
             self.record_files(found)
             self.random_state.add(found)
-        self._check_used()
 
     def _check_comparisons(self, frame: FrameType) -> None:
         """Stop before code that asks of what type a number is, where scalars stand for some.
@@ -614,19 +643,6 @@ class _Tracer:
                     remedy="Do that once, outside of the step.",
                 )
             )
-
-    def _on_computed(self, objects: list[Any]) -> None:
-        """Code computes names of attributes: note what those hold, that the step may change, before it does."""
-        held = [
-            (f"{type(each).__name__}.{name}", value)
-            for each in objects
-            for attributes in attributes_of(each)
-            for name, value in [*attributes.items()]
-            if not isinstance(value, _MET_LATER) and id(value) not in self.computed
-        ]
-        self.computed |= {id(value): value for _, value in held}
-        if held:
-            self.snapshot.add(self._find_more(held)[0])
 
     def _find_more(self, late: list[tuple[str, Any]]) -> tuple[Found, bool]:
         """What the step reaches by these, too; and whether tracing must begin again for that."""
@@ -663,8 +679,8 @@ class _Tracer:
             )
         self._report(error)
 
-    def _on_opaque(self, frame: FrameType, function: Any) -> None:
-        name, owner = self.request.found.opaque[id(function.__self__)]
+    def _on_opaque(self, frame: FrameType, function: Any, owner: Any) -> None:
+        name, _ = self.request.found.opaque[id(owner)]
         what, kind = f"{name}.{function.__name__}()", type(owner).__name__
         self._report(
             CaptureError(
@@ -687,13 +703,6 @@ class _Tracer:
     def _on_text(self, frame: FrameType) -> None:
         if self.questions.texts.made:
             self._report(text_changed(_line_of(frame)))
-
-    def _check_used(self) -> None:
-        if self.unsupported or self.request.found.sources:
-            try:
-                check_used(discover(self.request.roots, Ran(self.ran.codes)), self.unsupported)
-            except CaptureError as error:
-                self._report(error)
 
     def _held(self) -> dict[int, Reference]:
         """By id, what stands as it is among the arguments."""
@@ -822,8 +831,10 @@ class _Tracer:
         name, _ = self.unlifted.get(id(tensor), ("a tensor", tensor))
         return StateMissing(name) if is_lazy(tensor) else why_not_lifted(name, tensor, where)
 
-    def _on_forward(self, module: nn.Module) -> None:
-        """Stop at a module that the request does not have."""
+    def forwards(self, module: nn.Module) -> None:
+        """Stop at a module that the request does not have; refuse any where all have what cannot be captured."""
+        if id(None) in self.unsupported:
+            self._report(self.unsupported[id(None)])
         own = (*module._parameters.values(), *module._buffers.values())
         new = (each for each in own if each is not None and not is_traced(each) and is_real(each))
         if any(id(each) not in self.unlifted for each in new):
@@ -840,7 +851,7 @@ class _Tracer:
         ending: dict[int, list[Callable[[], object]]] = {}
 
         def meet(optimizer: Optimizer) -> None:
-            if id(optimizer) not in known and Optimizer.__init__.__code__ in (self.ran.codes or ()):
+            if id(optimizer) not in known and Optimizer.__init__.__code__ in self.record.codes:
                 self._report(
                     CaptureError(
                         f"The step makes an optimizer, {type(optimizer).__name__}, in each call.",
@@ -904,14 +915,14 @@ class _Tracer:
         assert leaving.structure is not None
         if self.unsettled is not None:
             raise self.unsettled
-        used = discover(self.request.roots, self.ran)
-        check_used(used, self.unsupported)
-        values = self.changes.numbers_now(used)
+        values = self.changes.numbers_now()
         arguments = {*map(id, self.request.arguments)}
-        for entry in lift(used):
-            if id(entry.tensor) in arguments:
+        for read in self.record.reads:
+            is_given = not self.record.given.isdisjoint((id(read.holder), id(read.owner)))
+            if not is_given and any(id(each) in arguments for each in read.held()):
                 raise CaptureError(
-                    f"{entry.name} is passed as an argument, too.", remedy="Pass a clone, or use it by its name only."
+                    f"{path_of(read, self.record)} is passed as an argument, too.",
+                    remedy="Pass a clone, or use it by its name only.",
                 )
         drop_idle_nodes(gm)
         leaving.effects.said = self.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
@@ -972,21 +983,25 @@ class _Tracer:
             outputs=leaving.outputs,
             questions=self.questions,
             values=values,
-            used=used,
-            attributes=self.ran.attributes or {},
-            frames=[*self.ran.frames.values()],
-            handed_on=[*self.ran.handed_on.values()],
             effects=leaving.effects,
+            wrapper_reads=self.wrapper_reads,
             looked_at=self.looked_at,
             asked=self.asked,
-            variables=self.ran.variables,
             optimizers=self.stepped,
             writes_arguments=any(is_written[starts[3] :]) or any(is_written[index] for index in leaving.replaced),
             sizes=self.sizes,
             num_converted=self.conversions.num_seen,
             record=self.record,
-            differences=self.differences,
         )
+
+
+def _not_recorded(why: str) -> Exception:
+    """What is raised where nobody knows what a step reads: for good, or because of what goes on around the call."""
+    error = CaptureError(
+        f"What the step reads could not be recorded: {why}.",
+        remedy="Have a C++ compiler and Python's headers (python3-dev) installed, and set no tracer within the step.",
+    )
+    return error if why_not() else NotNow(error)
 
 
 def _switches_profiler(where: str = "") -> CaptureError:

@@ -21,8 +21,6 @@ from millstream._torch.hooks import (
 )
 from millstream._torch.modes import modes_of_caller
 from millstream.capture.state.discover import Found
-from millstream.capture.state.executed import profiler_that_stays
-from millstream.capture.step.request import NotNow
 from millstream.capture.trace.patches.data_parallel import uses_own_reducer
 from millstream.errors import CaptureError
 
@@ -67,21 +65,15 @@ def find_unsupported(found: Found) -> Iterator[Unsupported]:
 
 
 def check_used(used: Found, unsupported: Sequence[Unsupported]) -> None:
-    """Refuse what must not be used, and iterators and queues, which give each item once.
+    """Refuse what must not be used.
 
     Args:
-        used: What the code that runs may use.
+        used: What code uses.
         unsupported: What must not be, of all that the step reaches.
 
     Raises:
         CaptureError: It is there.
     """
-    for name in used.sources:
-        raise CaptureError(
-            f"The step takes its data from an iterator, {name}.", remedy="Pass the batch as an argument instead."
-        )
-    if not unsupported:
-        return
     objects: list[Any] = [optimizer for _, optimizer in used.optimizers]
     objects += (module for _, root in used.modules for module in root.modules())
     objects += (tensor for _, tensor in _tensors_of(used))
@@ -126,20 +118,6 @@ def check_modes() -> None:
             raise CaptureError(
                 f"It is called within {mode}, which is to see each operator.", remedy="Call it outside of that."
             )
-
-
-def check_profiler() -> None:
-    """Put off a capture in which nobody would see what the step reads.
-
-    Raises:
-        NotNow: A profiler is at work that does not pause.
-    """
-    if kind := profiler_that_stays():
-        error = CaptureError(
-            f"It is called while a profiler in C is at work ({kind}), beside which no reads are noticed.",
-            remedy="Let the first calls of the step come before the profiler starts: captured steps run beside any.",
-        )
-        raise NotNow(error)
 
 
 def _in_module(name: str, root: nn.Module) -> Iterator[Unsupported]:

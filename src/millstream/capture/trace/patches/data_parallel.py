@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from millstream._torch.distributed.collectives import EXCHANGE
-from millstream._torch.distributed.data_parallel import why_not_ours
+from millstream._torch.distributed.data_parallel import data_parallel_wrappers, why_not_ours
+from millstream._torch.tracing import reads_seen
 from millstream.capture.lines import here, raise_refusal
-from millstream.capture.step.request import FoundLate, StateMissing
 from millstream.capture.trace.modes import FunctionWatch
+from millstream.capture.trace.request import FoundLate, StateMissing
 from millstream.capture.trace.twins import is_traced
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.exchange import Exchange
@@ -23,6 +26,15 @@ from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.session import Session, reducer_known
 from millstream.data_parallel.sync_batch_norm import is_known
 from millstream.errors import CaptureError, DataParallelError
+
+
+def reads_of_wrappers(read: dict[tuple[int, str], nn.Module]) -> AbstractContextManager[None]:
+    """Note which attributes of DDP are read, by id and name: code of ours takes the place of DDP's."""
+
+    def note(wrapper: nn.Module, name: str, _: FrameType) -> None:
+        read[id(wrapper), name] = wrapper
+
+    return reads_seen(DistributedDataParallel, note) if data_parallel_wrappers() else nullcontext()
 
 
 class TracedSession(Session):

@@ -20,9 +20,9 @@ from millstream.capture.effects.outputs import with_subclasses
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.values import Returned
 from millstream.capture.lines import raise_refusal, told
-from millstream.capture.state.location import Location, SequenceItems, Shared
+from millstream.capture.record.location import Location, SequenceItems, Shared
 from millstream.capture.state.others import stand_for
-from millstream.capture.step.request import NumberInput
+from millstream.capture.trace.request import NumberInput
 from millstream.capture.trace.scalars import is_number, is_scalar, is_whole
 from millstream.errors import CaptureError
 from millstream.locks import TRACING

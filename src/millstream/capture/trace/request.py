@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from torch.optim import Optimizer
 
 from millstream._torch.switches import SwitchSettings
 from millstream.capture.effects.program import Effects, Output
+from millstream.capture.record.location import Location
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.record.scope import Difference
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
-from millstream.capture.state.location import Location
 from millstream.capture.trace.scalars import Questions
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.data_parallel.reducer import Reducer
@@ -108,20 +106,15 @@ class Traced:
     outputs: list[Output]  # its tensors and numbers
     questions: Questions  # what the program asked about the numbers
     values: list[Any]  # the numbers of the request, as they are after the trace
-    used: Found  # what the code reaches that ran
-    attributes: dict[tuple[int, str], nn.Module]  # that it read of modules, see ``Ran``
-    frames: list[tuple[CodeType, dict[str, Any]]]  # code that ran, PyTorch's too, and its globals
-    handed_on: list[ModuleType]  # modules of PyTorch's and Python's of which it computes the names of attributes
     effects: Effects  # what to do on the host after every replay
     looked_at: set[int]  # by id, state of which the program read a shape or other metadata, or used the values
     asked: set[int]  # by id, tensors of which it read what arguments and inputs are not compared by otherwise
-    variables: set[str]  # names of environment variables that it read
     optimizers: list[Optimizer]  # those that stepped
     writes_arguments: bool  # whether the graph writes to an argument
     record: Recorder  # of what was read and written
+    wrapper_reads: dict[tuple[int, str], nn.Module]  # of DDP, what code of ours has read in its place
     sizes: TracedSizes | None = None  # those of arguments, if some were to be symbols
     num_converted: int = 0  # numbers of the graph that it has got by ``float(number)`` and its like
-    differences: list[Difference] = field(default_factory=list)  # of the record from what was found changed
 
 
 # --- instead of that --------------------------------------------------------------------------------------------------
