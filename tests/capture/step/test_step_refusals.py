@@ -615,6 +615,45 @@ def test_data_from_an_iterator(kind):
     assert [result[0].item() for result in results] == [0, 2, 4, 6]
 
 
+def first_of(source):
+    for each in source:
+        return each
+    return None
+
+
+def first_given(first, *_):
+    return first
+
+
+def assigned(source):
+    first, *_ = source
+    return first
+
+
+TAKING = {
+    "next": next,
+    "a loop": first_of,
+    "an assignment": assigned,
+    "a call": lambda source: max(*source),
+    "a call of Python's": lambda source: first_given(*source),
+    "a list": lambda source: len([*source]),
+    "a comprehension": lambda source: len([each for each, _ in zip(source, range(1), strict=False)]),
+    "a class": lambda source: len(list(source)),
+    "a method": lambda source: len([].__iadd__(source)),
+    "a test": lambda source: 2.0 in source,
+    "another": lambda source: next(map(float, source)),
+    "a function": sum,
+}
+
+
+@pytest.mark.parametrize("way", TAKING)
+def test_an_iterator_is_asked_by_no_step_that_is_captured(way):
+    source = iter([1.0, 2.0, 3.0])
+    with pytest.raises(CaptureError, match="from an iterator"):
+        Step(lambda x: x * TAKING[way](source), build=interpret, strict=True)(torch.ones(2))
+    assert [*source] == [1.0, 2.0, 3.0]
+
+
 def test_an_iterator_that_a_module_has_and_its_code_never_names():
     model = nn.Linear(2, 2)
     model.ids = iter([torch.zeros(1)])

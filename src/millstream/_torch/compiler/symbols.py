@@ -24,8 +24,6 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._pytree import tree_map_only
 from torch.utils._sympy.printers import PythonPrinter
 
-from millstream._torch.workarounds import replaced
-
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -107,34 +105,9 @@ def mode_for_sizes() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False))
 
 
-@contextlib.contextmanager
-def calculated_by(call: Callable[..., Any]) -> Iterator[None]:
-    """For the length of the context, symbolic numbers are added, compared and so on by ``call``.
-
-    PyTorch's C++ code does that for every gradient. What decides about them is called as ever, as it notes the line
-    that has asked.
-
-    Args:
-        call: Given a function and its arguments, in whatever thread.
-    """
-
-    def by_call(method: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *numbers: call(method, *numbers)
-
-    with contextlib.ExitStack() as patches:
-        for name, method in calculating_methods().items():
-            if not name.startswith(_NOT_CALCULATING):
-                patches.enter_context(replaced(SymNode, name, by_call(method)))
-        yield
-
-
 def calculating_methods() -> dict[str, FunctionType]:
     """What symbolic numbers are calculated, compared and decided by."""
     return {name: method for name, method in vars(SymNode).items() if isinstance(method, FunctionType)}
-
-
-_NOT_CALCULATING = ("_", "guard_", "evaluate", "expect_", "int_", "bool_", "has_", "is_", "maybe_")
-"""How names of methods of symbolic numbers begin that decide, or that only look something up."""
 
 
 def fake_with_symbols(

@@ -524,6 +524,7 @@ class Recorder:
 
     def _call_spread(self, first: Any, second: Any, given: Any, named: Any = None) -> None:
         function = first if _CALLABLE_FIRST else second
+        self._ask(given)
         self._read(find_contents(given))
         self._read(find_contents(named))
         plain = tuple(given) if type(given) in (tuple, list) else ()

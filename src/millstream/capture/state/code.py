@@ -1,4 +1,4 @@
-"""Which names stand in some code, and which attributes it may read by others: computed ones, or all of an object."""
+"""What some code says: the names in it, what it counts, and how it asks for types and modules."""
 
 from __future__ import annotations
 

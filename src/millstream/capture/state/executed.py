@@ -10,22 +10,14 @@ import threading
 from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodWrapperType,
-    WrapperDescriptorType,
-)
+from types import CellType, CodeType, FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 from millstream._torch.tracing import code_asking
 from millstream.capture.effects.values import holds_token
 from millstream.capture.lines import is_asked_by_user, is_ours, is_users, is_users_own
 from millstream.capture.record.location import Location
+from millstream.capture.record.natives import owner_of
 from millstream.capture.record.session import unseen
 from millstream.capture.state.extensions import takes_tensors
 from millstream.capture.state.impure import ImpureCalls, beyond_library
@@ -89,7 +81,9 @@ class CodeWatch:
             if is_another and not self.is_new(function):  # with another closure
                 self.on_code(frame, [function])
             return
-        owner, name = owner_of(function, arguments), getattr(function, "__name__", "")
+        owner, name = owner_of(function), getattr(function, "__name__", "")
+        if owner is None and isinstance(function, MethodDescriptorType | WrapperDescriptorType):
+            owner = next(iter(arguments), None)
         self.impure.see_call(frame, function, owner)
         if takes_tensors(function):
             self.on_extension(frame, function)
@@ -100,14 +94,6 @@ class CodeWatch:
             asking = beyond_library(frame)
             if asking is not None and is_asked_by_user(asking):
                 self.on_opaque(asking, function, owner)
-
-
-def owner_of(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """The object whose method in C is called."""
-    if isinstance(function, BuiltinFunctionType | MethodWrapperType):
-        return function.__self__
-    is_method = isinstance(function, MethodDescriptorType | WrapperDescriptorType)
-    return arguments[0] if is_method and arguments else None
 
 
 _PUTTING_TOGETHER = frozenset({"format", "format_map", "join"})

@@ -83,9 +83,10 @@ def _is_read_for_library(read: Read, key: str, record: Recorder) -> bool:
         return read.kind is Kind.CELL
     if read.value is MISSING or not _is_looked_into(owner):
         return True
-    is_known = is_a(owner, (nn.Module, Optimizer, LRScheduler, type(os.environ)))  # wherever it was read first
-    if is_known or (made := record.origin_of(owner)) is None:
-        return not is_known
+    if is_a(owner, (LRScheduler, type(os.environ))):  # wherever it was read first
+        return False
+    if (made := record.origin_of(owner)) is None:
+        return True
     return not is_users(made.code.co_filename) if made.holder is owner else _is_of_library(made, record)
 
 

@@ -23,12 +23,11 @@ from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from threading import get_ident
-from types import FrameType, FunctionType, ModuleType
+from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -147,13 +146,10 @@ from millstream.room import with_room
 from millstream.signals import signals_wait
 from millstream.tree.containers import containers_in
 from millstream.tree.flatten import tree_flatten
-from millstream.tree.spec import SCALARS, Reference, Structure, Value, replace_numbers, tree_unflatten, walk
+from millstream.tree.spec import Reference, Structure, Value, replace_numbers, tree_unflatten, walk
 
 _LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
 """What must be known before tracing begins."""
-
-_MET_LATER = (Tensor, nn.Module, Optimizer, GradScaler, FunctionType, ModuleType, *SCALARS)
-"""What is met by its use, or holds nothing that a step changes."""
 
 _WALKING = frozenset({"next_functions", "variable"})
 """Attributes by which one comes from a result to the parameters that it was computed from."""
