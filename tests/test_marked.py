@@ -4,17 +4,7 @@ import signal
 
 import pytest
 
-from millstream import signals
 from millstream.signals import signals_wait, undisturbed
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_marked(monkeypatch):
-    """Whatever other tests have left: no code is marked, and Ctrl-C is handled as Python does."""
-    monkeypatch.setattr(signals, "MARKED", signals.Marked())
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_what_is_soon_over_ends_before_an_interrupt_of_what_takes_long():

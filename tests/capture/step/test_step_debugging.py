@@ -21,7 +21,7 @@ def stop_by_builtin():
 
 
 def stop_by_pdb():
-    pdb.Pdb(stdin=io.StringIO("p 1\nc\n"), stdout=io.StringIO()).set_trace()
+    pdb.Pdb(stdin=io.StringIO("p 1\nc\n"), stdout=io.StringIO(), nosigint=True).set_trace()
 
 
 @pytest.fixture
