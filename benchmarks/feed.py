@@ -215,7 +215,7 @@ def engine_ms(run: Callable[[], object], device: torch.device) -> float:
 def stage_ms(batches: Sequence[Batch], device: torch.device) -> float:
     """Milliseconds to copy a batch into pinned memory, by the code that a feed has for it, in a tight loop."""
     from millstream.data.transfer.staging import PAST_CACHES_BYTES
-    from millstream.device.native import filler
+    from millstream.device.copying import filler
 
     past_caches = sum(leaf.nbytes for leaf in batches[0]) <= PAST_CACHES_BYTES
     targets = [torch.empty_like(leaf, pin_memory=device.type == "cuda") for leaf in batches[0]]

@@ -5,6 +5,7 @@ import warnings
 import pytest
 
 import millstream as ms
+from millstream._torch.workarounds import without
 from millstream.cli import doctor, main
 
 
@@ -13,12 +14,19 @@ def test_healthy_machine(capsys):
     text = capsys.readouterr().out
     assert "ok       ms.step on cpu: 1 graph on engine" in text
     assert "ok       ms.compile on cpu: 1 graph on engine" in text
+    assert "ok       native tensors: " in text
     assert text.endswith("everything works\n")
 
 
 def test_a_look_alone_does_not_say_that_everything_works(capsys):
     assert main(["doctor", "--quick"]) == 0
     assert "without --quick it is tried" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_why_compiled_code_is_not_there_is_said():
+    with without(["native"]):
+        findings = [*doctor.find_native()]
+    assert {(each.status, each.detail) for each in findings} == {("note", "MILLSTREAM_WITHOUT=native leaves it out")}
 
 
 def test_what_is_broken_has_a_remedy_and_an_exit_code(monkeypatch, capsys):

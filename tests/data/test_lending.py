@@ -1,5 +1,6 @@
 """Tensors over a slot's memory that compiled code makes: the same as PyTorch's own ways make, as long as they live."""
 
+import functools
 import gc
 import random
 import shutil
@@ -10,11 +11,12 @@ import weakref
 import pytest
 import torch
 
+from millstream import _native
 from millstream.data.transfer import buffers, lending
 from millstream.data.transfer import device as device_transfer
 from millstream.data.transfer.layout import describe_leaves, plan_layout, view_leaves
 from millstream.data.transfer.lending import prepare_lending
-from millstream.device import native, tensor_specs
+from millstream.device import copying
 from tests.data.test_transfer import MOODS, make_batch, settle, train
 
 pytestmark = pytest.mark.skipif(
@@ -136,23 +138,23 @@ def test_what_has_no_place_is_an_error_and_keeps_nothing():
 
 def test_all_is_compiled_before_the_first_batch(virtual_feed, monkeypatch):
     """Compiling takes seconds, once on a machine; for the third batch the device would wait, and the ledger tell so."""
-    build, built = native.build, []
-    monkeypatch.setattr(native, "build", lambda source, *options: built.append(source.stem) or build(source, *options))
-    for each in (device_transfer._compile, native.filler, tensor_specs.compiled, lending.compiled):
+    load, loaded = _native.load.__wrapped__, []
+    monkeypatch.setattr(_native, "load", functools.cache(lambda name: loaded.append(name) or load(name)))
+    for each in (device_transfer._compile, copying.filler):
         each.cache_clear()
     fed, device = virtual_feed([make_batch(i, 3, 300) for i in range(10)], 2, "eager")
     with device.on(device.default):
         passing = iter(fed)
         next(passing)
-        assert set(built) == {"native", "tensor_specs", "lending"}
-        built.clear()
+        assert set(loaded) == {"core", "tensors"}
+        loaded.clear()
         assert len(list(passing)) == 9
-    assert set(built) <= {"native"}  # which is found then
+    assert loaded == []
     settle(device)
 
 
 def test_batches_arrive_without_compiled_code(virtual_feed, monkeypatch):
-    monkeypatch.setattr(lending, "compiled", lambda: None)
+    monkeypatch.setattr(_native, "load", lambda name: None)
     assert prepare_lending(plan_layout(()), []) == ()
     for mood in MOODS:
         batches = [make_batch(i, 3, 300) for i in range(10)]

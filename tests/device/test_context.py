@@ -6,8 +6,10 @@ import weakref
 import pytest
 import torch
 
-from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard, native
+from millstream import _native
+from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
 from millstream.device.context import DeviceContext
+from millstream.device.copying import Lender
 from millstream.device.drivers import cuda, lending
 from millstream.device.drivers.base import Copies
 from millstream.device.drivers.cpu import CpuDriver
@@ -444,7 +446,7 @@ def test_memory_that_nobody_takes_is_let_go(monkeypatch):
     gone = weakref.ref(token)
     monkeypatch.setattr(torch, "from_dlpack", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        native.Lender(native.build(native._SOURCE, *native._OPTIONS)).lend(ctx.driver.allocate(256), token)
+        Lender(_native.load("core")).lend(ctx.driver.allocate(256), token)
     del token
     assert gone() is None
 

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from millstream import _native
 from millstream._torch.tensors import storage_view
-from millstream.device import context, native
+from millstream.device import context
+from millstream.device.copying import Enqueuer
 from millstream.device.cuda_graphs import memcpy_nodes
 from millstream.engine.cuda import batched_copy, captured, cuda_graph, graph_io, in_place
 from tests.engines.host_driver import GRAPH, STREAM, HostDriver, launch
@@ -18,9 +20,9 @@ def host_driver(monkeypatch):
     """Let the host's memory be carried as a device's is, by a driver that copies at once."""
     if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("needs a C++ compiler")
-    driver, path = HostDriver(), native.build_native()
-    enqueuer = native.Enqueuer(path, driver.cuMemcpyAsync, driver.cuEventRecord, driver.cuStreamWaitEvent)
-    library = memcpy_nodes.MemcpyLibrary(path, driver)
+    driver, core = HostDriver(), _native.load("core")
+    enqueuer = Enqueuer(core, driver.cuMemcpyAsync, driver.cuEventRecord, driver.cuStreamWaitEvent)
+    library = memcpy_nodes.MemcpyLibrary(core, driver)
     monkeypatch.setattr(batched_copy, "enqueuer", lambda: enqueuer)
     monkeypatch.setattr(graph_io, "memcpy_library", lambda: library)
     for module in (batched_copy, graph_io):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import millstream as ms
+from millstream import _native
 from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, roofline
@@ -409,7 +410,7 @@ def test_a_forked_child_does_not_wait_for_a_call_of_its_parent():
 def test_why_there_are_no_threads_is_told(monkeypatch):
     module = sys.modules["millstream.engine.build"]  # the package gives its name to the function
     monkeypatch.setattr(module, "find_library", lambda: None)
-    monkeypatch.setattr(module, "why_not_build", lambda: "nothing can be kept in the cache folder /full")
+    monkeypatch.setattr(_native, "why_not", lambda name: "nothing can be kept in the cache folder /full")
     compiled = ms.compile(networks.Mlp().eval(), engine="threads")
     with pytest.warns(ms.FallbackWarning, match="serial engine: nothing can be kept in the cache folder /full"):
         compiled(networks.example(networks.Mlp)[0])

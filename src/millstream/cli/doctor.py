@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import millstream as ms
+from millstream import _native
 from millstream.api import executables
 from millstream.api.environment import compiler, version_of
 from millstream.cache import cache_folder
@@ -74,6 +75,8 @@ def _findings(tries: bool) -> Iterator[Finding]:
     yield find_torch(torch.__version__)
     yield find_compiler(compiler())
     yield _find_cache()
+    if tries:
+        yield from find_native()
     yield from _find_cuda()
     yield from find_overrides(dict(os.environ))
     yield from find_load(os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1)
@@ -143,6 +146,16 @@ def _find_cache() -> Finding:
     except OSError as error:
         detail = f"nothing can be kept in {folder} ({error.strerror}): every process measures and compiles again"
         return Finding("note", "cache folder", detail, "Name a folder of yours in MILLSTREAM_CACHE_DIR.")
+
+
+def find_native() -> Iterator[Finding]:
+    """What of the package's C++ can be had, compiling it if need be, and why not."""
+    for name in _native.NAMES:
+        path = _native.find(name)
+        if path is None:
+            yield Finding("note", f"native {name}", _native.why_not(name), "Python does the same, more slowly.")
+        else:
+            yield Finding("ok", f"native {name}", str(path))
 
 
 def _find_cuda() -> Iterator[Finding]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from millstream import _native
 from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.device import context
-from millstream.device.native import why_not_build
 from millstream.engine.arena import Arena
 from millstream.engine.cpu.threads import ThreadsEngine
 from millstream.engine.cpu.worker_pool import find_library
@@ -81,7 +81,7 @@ def build(
     if engine == "threads" and not on_cpu:
         obstacle = "it has kernels elsewhere than on the CPU."
     elif engine == "threads" and find_library() is None:
-        obstacle = f"{why_not_build() or 'threads.cpp cannot be compiled'}."
+        obstacle = f"{_native.why_not('threads') or 'tensors of this PyTorch are not known'}."
     elif engine == "threads" or (engine is None and on_cpu and not scheduling.serial and torch.get_num_threads() > 1):
         return ThreadsEngine(lowered, plan, scheduling, asked=engine is not None, arena=arena)
     elif engine != "serial":

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from millstream import _native
 from millstream.capture import Step
 from millstream.capture.guards import native
 from millstream.capture.record.location import SlotAttributes
@@ -67,7 +68,7 @@ class Scene:
         entries += [(vars(self), "later", MISSING), (vars(Settings), "later", MISSING), (vars(Settings), "rate", 0.5)]
         entries += [(SlotAttributes(self.slotted), "rate", 0.5)]
         self.guards = native.QuickGuards(
-            native.load_library(),
+            native.load_tensors(),
             entries,
             [self.holder, self.items],
             [(self.order, (*self.order,))],
@@ -196,7 +197,7 @@ def test_a_change_that_is_taken_back_is_none(scene):
 def test_several_listen_to_one_dict(scene):
     other = Scene()
     other.guards = native.QuickGuards(
-        native.load_library(), [(scene.holder, "rate", 0.5)], [scene.holder], [], [], [], [], [], []
+        native.load_tensors(), [(scene.holder, "rate", 0.5)], [scene.holder], [], [], [], [], [], []
     )
     assert other.guards.hold() == 1
     scene.holder["rate"] = 0.25
@@ -217,13 +218,7 @@ def test_versions_count_up(scene):
 
 def test_what_cannot_be_watched_is_refused():
     with pytest.raises(ValueError, match="beyond"):
-        native.QuickGuards(native.load_library(), [((1, 2), 0, 1)], [], [], [], [], [], [], [])
-
-
-def test_python_checks_alone_without_a_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    assert native.load_library.__wrapped__() is None
+        native.QuickGuards(native.load_tensors(), [((1, 2), 0, 1)], [], [], [], [], [], [], [])
 
 
 def make_step(model, opt):
@@ -259,7 +254,7 @@ def test_a_step_on_the_host_is_checked_by_compiled_code_once_it_has_run_often():
             torch.testing.assert_close(step(x, y), eager(x, y).detach())
 
     run(QUICKEN_EVERY + 2)
-    native._maker().join(HANG_S)
+    _native._loading("tensors").join(HANG_S)
     run(QUICKEN_EVERY)
     (graph,) = step.graphs
     assert graph.guards.quick.hold() == 1
@@ -281,8 +276,7 @@ def test_what_compiled_code_cannot_check_is_offered_to_it_once(monkeypatch):
         raise ValueError("beyond")
 
     monkeypatch.setattr("millstream.capture.guards.guards.QuickGuards", refuse)
-    native.is_made()
-    native._maker().join(HANG_S)
+    _native._loading("tensors").join(HANG_S)
     model = nn.Linear(4, 3)
     step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.01))
     x, y = torch.randn(6, 4), torch.randint(3, (6,))

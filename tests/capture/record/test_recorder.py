@@ -27,6 +27,7 @@ import pytest
 import torch
 from torch import nn
 
+from millstream import _native
 from millstream.capture.record import session
 from millstream.capture.record.location import Location
 from millstream.capture.record.reads import MISSING, Kind
@@ -489,8 +490,8 @@ def test_a_failure_is_named_and_the_step_goes_on(monkeypatch):
 
 
 def test_without_a_compiler_it_says_so(monkeypatch):
-    monkeypatch.setattr(session, "_library", lambda: None)
-    monkeypatch.setattr(session, "why_not_build", lambda: "there is no compiler")
+    monkeypatch.setattr(_native, "load", lambda name: None)
+    monkeypatch.setattr(_native, "why_not", lambda name: "there is no compiler")
     recorder = record(lambda: NS.v)
     assert recorder.failure == "there is no compiler"
     assert recorder.reads == []

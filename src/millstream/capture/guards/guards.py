@@ -22,12 +22,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from millstream import _native
 from millstream._torch.distributed.data_parallel import NUM_WRAPPED, data_parallel_wrappers
 from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.scaler import is_idle
 from millstream._torch.switches import precision_told_by
 from millstream._torch.tensors import layout_check
-from millstream.capture.guards.native import ALL, BORROWED, NOTHING, QuickGuards, is_made, load_library
+from millstream.capture.guards.native import ALL, BORROWED, NOTHING, QuickGuards, load_tensors
 from millstream.capture.lines import is_millstreams, is_users_own
 from millstream.capture.record.location import MISSING, Attributes, Items, Location
 from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
@@ -313,7 +314,7 @@ class Guards:
 
     def quicken(self, written: Sequence[Tensor]) -> None:
         """From now on let compiled code look first, where it can be had; it also counts up versions of ``written``."""
-        self.is_quickened, library = True, load_library()
+        self.is_quickened, library = True, load_tensors()
         install_later()
         if library is None:
             return
@@ -346,7 +347,7 @@ class Guards:
 
     def quicken_if_made(self, written: Sequence[Tensor]) -> None:
         """``quicken``, once the code is compiled, if all holds now."""
-        if is_made():
+        if _native.is_ready("tensors"):
             self.quicken(written)
             if (
                 not _all_hold([*self._quick, *self._borrowed]) or not self.layouts()

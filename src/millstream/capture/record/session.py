@@ -1,4 +1,4 @@
-"""Being told, in one thread, what each instruction of Python is about to read or write: see ``recorder.cpp``.
+"""Being told, in one thread, what each instruction of Python is about to read or write: see ``_native/recorder.cpp``.
 
 Python 3.11 has it from a tracer, beside which one that is there already (a debugger's, a coverage tool's) goes on; from
 3.12 on it is ``sys.monitoring``. No code, function or frame is changed; what other threads run is no concern of ours.
@@ -7,23 +7,19 @@ Dynamo does not matter to it, nor what is marked to be skipped by it.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from millstream import _native
 from millstream.capture.record.opcodes import Site, packed, sites_of
-from millstream.device.native import as_builtin, as_method, load, why_not_build
 
-_SOURCE = Path(__file__).with_name("recorder.cpp")
 _TOOLS = (3, 4)
 """Numbers of ``sys.monitoring`` that Python leaves to anybody."""
 
@@ -67,13 +63,13 @@ class Session:
         self.failure = why_not()
 
     def __enter__(self) -> Session:
-        library = _library()
+        library = _native.load("core")
         if self.failure or library is None:
             return self
         if sys.version_info >= (3, 12) and not self._take_tool(library):
             self.failure = "other tools have all numbers of sys.monitoring"
             return self
-        library["begin"](self._plan, self._handler, Tensor, NULL, _disable(), self._is_followed)
+        library.begin_recording(self._plan, self._handler, Tensor, NULL, _disable(), self._is_followed)
         starts, stops = self._of_collector  # made before, as to make one may start a collection
         gc.callbacks.append(stops)
         gc.callbacks.insert(0, starts)
@@ -84,12 +80,12 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        library = _library()
+        library = _native.load("core")
         if self.failure or library is None:
             return
         for each in self._of_collector:
             gc.callbacks.remove(each)
-        error, is_replaced = library["end"]()
+        error, is_replaced = library.end_recording()
         if self._tool is not None:
             _monitoring().set_events(self._tool, 0)
             for code in self.codes:
@@ -103,34 +99,34 @@ class Session:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Nothing is seen of what this thread runs in the context."""
-        if self.failure or (library := _library()) is None:
+        if self.failure or (library := _native.load("core")) is None:
             yield
             return
-        library["pause"]()
+        library.pause_recording()
         try:
             yield
         finally:
-            library["resume"]()
+            library.resume_recording()
 
     # What Python's collector calls and finalizes is none of the step's.
 
     def _collection_starts(self, phase: str, _: dict[str, int]) -> None:
-        if phase == "start" and (library := _library()) is not None:
-            library["pause"]()
+        if phase == "start" and (library := _native.load("core")) is not None:
+            library.pause_recording()
 
     def _collection_stops(self, phase: str, _: dict[str, int]) -> None:
-        if phase == "stop" and (library := _library()) is not None:
-            library["resume"]()
+        if phase == "stop" and (library := _native.load("core")) is not None:
+            library.resume_recording()
 
-    def _take_tool(self, library: dict[str, Callable[..., Any]]) -> bool:
+    def _take_tool(self, library: Any) -> bool:
         monitoring = _monitoring()
         self._tool = next((each for each in _TOOLS if monitoring.get_tool(each) is None), None)
         if self._tool is None:
             return False
         monitoring.use_tool_id(self._tool, "millstream")
         for event in ("PY_START", "PY_RESUME"):
-            monitoring.register_callback(self._tool, getattr(monitoring.events, event), library["begins"])
-        monitoring.register_callback(self._tool, monitoring.events.INSTRUCTION, library["instruction"])
+            monitoring.register_callback(self._tool, getattr(monitoring.events, event), library.code_begins)
+        monitoring.register_callback(self._tool, monitoring.events.INSTRUCTION, library.instruction_begins)
         return True
 
     def _plan(self, code: CodeType) -> tuple[bytes, dict[int, Site], bool] | Exception | None:
@@ -162,31 +158,16 @@ def _disable() -> Any:
     return _monitoring().DISABLE if sys.version_info >= (3, 12) else None
 
 
-@functools.cache
-def _compiled() -> ctypes.PyDLL | None:
-    return load(_SOURCE, f"-I{sysconfig.get_paths()['include']}")
-
-
-@functools.cache
-def _library() -> dict[str, Callable[..., Any]] | None:
-    """The compiled functions; ``None`` where they cannot be had."""
-    library = _compiled()
-    if library is None:
-        return None
-    names = ("begin", "end", "pause", "resume", "begins", "instruction")
-    return {name: as_builtin(library, f"millstream_record_{name}") for name in names}
-
-
 def unseen(function: Callable[..., T], *args: Any) -> T:
     """Call a function, of whose run nothing is recorded."""
-    library = _library()
+    library = _native.load("core")
     if library is None:
         return function(*args)
-    library["pause"]()
+    library.pause_recording()
     try:
         return function(*args)
     finally:
-        library["resume"]()
+        library.resume_recording()
 
 
 def run_unseen(function: Callable[..., Any], is_seen: Callable[[Any], bool] | None = None) -> Any:
@@ -197,13 +178,13 @@ def run_unseen(function: Callable[..., Any], is_seen: Callable[[Any], bool] | No
         is_seen: Called with its second argument, the first after ``self``: whether it is to be seen nevertheless.
             ``None`` where it never is.
     """
-    library = _compiled()
+    library = _native.load("core")
     assert library is not None
-    return as_method(library, "millstream_record_unseen", (function, is_seen))
+    return library.make_unseen(function, is_seen)
 
 
 def why_not() -> str:
     """Why nothing can be recorded, in a few words; empty where it can."""
     if sys.implementation.name != "cpython" or not (3, 11) <= sys.version_info[:2] <= (3, 13):
         return f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]} is not known"
-    return "" if _library() is not None else why_not_build() or "Python's own headers are missing"
+    return "" if _native.load("core") is not None else _native.why_not("core")

@@ -18,15 +18,15 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from millstream import _native
 from millstream._torch.tensors import place_of_implementation
-from millstream.data.transfer import lending, outputs
+from millstream.data.transfer import outputs
 from millstream.data.transfer.base import NotNowError, Transfer, Transform, misplaced
 from millstream.data.transfer.buffers import Buffer, BufferPool
 from millstream.data.transfer.layout import cut, describe_leaves, plan_layout
@@ -38,9 +38,8 @@ from millstream.data.transfer.staging import (
     are_bytes,
     out_of_inference_mode,
 )
-from millstream.device import DeviceContext, Event, Stream, StreamMarker, tensor_specs
+from millstream.device import DeviceContext, Event, Stream, StreamMarker
 from millstream.device.drivers.base import Copies
-from millstream.device.native import filler
 from millstream.device.tensor_specs import TensorSpecs
 from millstream.tree.batches import as_tensors, flatten_batch
 
@@ -385,10 +384,10 @@ class DeviceTransfer(Transfer):
 
 @functools.cache
 def _compile() -> None:
-    """Compile all that feeding takes, each beside the others: in the midst of a loop the device would wait for it."""
-    with ThreadPoolExecutor() as compilers:
-        for found in [compilers.submit(each) for each in (filler, tensor_specs.compiled, lending.compiled)]:
-            found.result()
+    """Compile all that feeding takes, each beside the other: in the midst of a loop the device would wait for it."""
+    _native.is_ready("tensors")  # begins it
+    for name in ("core", "tensors"):
+        _native.load(name)
 
 
 def _pair(pinned: StagingBuffer, memories: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

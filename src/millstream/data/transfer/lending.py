@@ -1,23 +1,20 @@
-"""The tensors of a batch over a buffer's memory, made in compiled code: see ``lending.cpp``.
+"""The tensors of a batch over a buffer's memory, made in compiled code: see ``_native/batches.cpp``.
 
-Where there is no compiler, PyTorch's own ways make them, each in several steps.
+Without compiled code, PyTorch's own ways make them, each in several steps.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from millstream import _native
 from millstream._torch.tensors import place_of_implementation
 from millstream.data.transfer.layout import Layout
-from millstream.device.native import as_builtin, load, torch_options
-
-_SOURCE = Path(__file__).with_name("lending.cpp")
 
 Lend = Callable[[object, list[Any]], None]
 """Given an owner of a segment's memory, puts the leaves in it among those of a batch. They keep the owner."""
@@ -30,10 +27,9 @@ def prepare_lending(layout: Layout, memories: Sequence[Tensor]) -> Sequence[Lend
         layout: Of the batches.
         memories: Of the segments.
     """
-    functions, place = compiled(), place_of_implementation()
-    if functions is None or place is None:
+    tensors, place = _native.load("tensors"), place_of_implementation()
+    if tensors is None or place is None:
         return ()
-    prepare, lend = functions
     leaves: list[list[tuple[Any, ...]]] = [[] for _ in memories]
     ends = [0] * len(memories)
     for i, (typed, size, stride, first) in enumerate(layout.views):
@@ -41,15 +37,9 @@ def prepare_lending(layout: Layout, memories: Sequence[Tensor]) -> Sequence[Lend
         leaves[segment].append((i, torch.empty(0, dtype=dtype, device="cpu"), tuple(size), tuple(stride), first))
         ends[segment] = max(ends[segment], layout.position[i][1] + layout.specs[i].num_bytes)
     return [
-        functools.partial(lend, prepare(memory.data_ptr(), end, memory.get_device(), place, those))
+        functools.partial(
+            tensors.lend_segment,
+            tensors.prepare_segment(memory.data_ptr(), end, memory.get_device(), place, those),
+        )
         for memory, end, those in zip(memories, ends, leaves, strict=True)
     ]
-
-
-@functools.cache
-def compiled() -> tuple[Callable[..., Any], Callable[..., None]] | None:
-    """The compiled code; ``None`` where it cannot be had."""
-    library = load(_SOURCE, *torch_options(), "-ltorch_python")
-    if library is None:
-        return None
-    return as_builtin(library, "millstream_prepare"), as_builtin(library, "millstream_lend")

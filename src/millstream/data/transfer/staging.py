@@ -20,7 +20,7 @@ from torch import Tensor
 
 from millstream.data.transfer.layout import Chunk, Layout, narrow_repeats, see_source, view_leaf
 from millstream.device import DeviceContext, Event, wait_until_reached
-from millstream.device.native import Filling, filler
+from millstream.device.copying import Filling, filler
 
 CHUNK_BYTES = 16 << 20
 """Larger batches are staged and sent in chunks of about this size. So their copy begins when a part is staged, and

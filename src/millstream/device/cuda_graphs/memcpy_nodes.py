@@ -1,7 +1,7 @@
 """Memcpy nodes of CUDA graphs: copies within a graph that each launch makes from or to somewhere else, or not at all.
 
 PyTorch captures graphs and shows their handles; only the driver shows their nodes. Its calls are made through ctypes
-and compiled code (``native.cpp``), with the layout of ``cuda.h``.
+and compiled code (``_native/copies.cpp``), with the layout of ``cuda.h``.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from millstream.device.native import build_native
+from millstream import _native
 
 
 @functools.cache
 def memcpy_library() -> MemcpyLibrary | None:
     """What makes memcpy nodes; ``None`` where compiled code, or a call of CUDA's driver, cannot be had."""
-    path = build_native()
+    core = _native.load("core")
     try:
-        return None if path is None else MemcpyLibrary(path, ctypes.CDLL("libcuda.so.1"))
+        return None if core is None else MemcpyLibrary(core, ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):
         return None
 
@@ -49,7 +48,7 @@ class MemcpyLibrary:
     """Makes memcpy nodes: copies within a CUDA graph, one end of which is set for each launch.
 
     Args:
-        path: Of the compiled code.
+        core: The compiled code.
         driver: CUDA's driver.
 
     Attributes:
@@ -59,24 +58,14 @@ class MemcpyLibrary:
         AttributeError: It lacks a function.
     """
 
-    def __init__(self, path: Path, driver: Any) -> None:
+    def __init__(self, core: Any, driver: Any) -> None:
         self._copy, self._find = driver.cuMemcpyDtoDAsync_v2, driver.cuStreamGetCaptureInfo_v2
         self._look, self._context = driver.cuGraphMemcpyNodeGetParams, driver.cuCtxGetCurrent
         functions = driver.cuGraphExecMemcpyNodeSetParams, driver.cuGraphNodeSetEnabled
         self._kept = functions
         self.has_refused = False
-        self._functions = [ctypes.cast(each, ctypes.c_void_p) for each in functions]
-        library, pointer = ctypes.PyDLL(str(path)), ctypes.c_void_p
-        self.make, self.drop, self.add = (
-            library.millstream_make_nodes,
-            library.millstream_drop_nodes,
-            library.millstream_add_node,
-        )
-        self.make.argtypes, self.make.restype = [pointer] * 4, pointer
-        self.drop.argtypes, self.drop.restype = [pointer], None
-        self.add.argtypes, self.add.restype = [pointer, pointer, pointer, ctypes.c_int], None
-        self.open, self.close = library.millstream_open_nodes, library.millstream_close_nodes
-        self.open.argtypes, self.close.argtypes = [pointer, pointer], [pointer]
+        addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in functions]
+        self._make = functools.partial(core.make_nodes, *addresses)
 
     def capture_copy(self, to: int, source: int, num_bytes: int, stream: int) -> tuple[int, GraphCopy] | None:
         """Copy while a stream is captured, between addresses of one device.
@@ -107,19 +96,16 @@ class MemcpyLibrary:
         context = ctypes.c_void_p()
         if self._context(ctypes.byref(context)) != 0:
             return None
-        handle = ctypes.c_void_p(self.make(*self._functions, graph, context))
-        for node, copy, leads_in in copies:
-            self.add(handle, node, ctypes.byref(copy), leads_in)
-        return MemcpyNodes(self, handle)
+        told = [(node, ctypes.addressof(copy), leads_in) for node, copy, leads_in in copies]
+        opens, closes = self._make(graph, context.value or 0, told)
+        return MemcpyNodes(opens, closes, self)
 
 
 class MemcpyNodes:
     """Copies within one CUDA graph. They happen where they are open, as they are at first."""
 
-    def __init__(self, library: MemcpyLibrary, handle: ctypes.c_void_p) -> None:
-        self._drop, self._handle = library.drop, handle
-        self._open = functools.partial(library.open, handle)
-        self._close = functools.partial(library.close, handle)
+    def __init__(self, opens: Callable[[int], int], closes: Callable[[], int], library: MemcpyLibrary) -> None:
+        self._open, self._close, self._library = opens, closes, library  # which keeps the driver's functions
 
     def open(self, addresses: array[int]) -> bool:
         """Let the launches to come copy from and to these addresses, one for each node; false where the driver refuses.
@@ -131,6 +117,3 @@ class MemcpyNodes:
     def close(self) -> bool:
         """Let the launches to come not copy; false where the driver refuses."""
         return self._close() == 0
-
-    def __del__(self) -> None:
-        self._drop(self._handle)

@@ -26,11 +26,11 @@ from millstream._torch.devices.streams import (
     stream_setter,
 )
 from millstream._torch.tensors import mark_use
+from millstream.device.copying import enqueuer, lender, with_pointer
 from millstream.device.drivers.base import Copies, GraphPool, make_copies
 from millstream.device.drivers.lending import see_alike, whole_storage
 from millstream.device.guard import guard
 from millstream.device.handles import Event, Stream
-from millstream.device.native import enqueuer, lender, with_pointer
 from millstream.device.place import Place
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.device.native import lender
+from millstream.device.copying import lender
 
 
 class _LentArray(np.ndarray[Any, np.dtype[np.uint8]]):

@@ -2,9 +2,9 @@
 
 On a CPU the streams of a plan are threads: the caller's, and the workers of the pool. What would keep them from running
 at the same time is the GIL: handing it over takes longer than a small kernel, and there are two at each. So they run
-without: ``threads.cpp`` walks through the steps of a stream, calls C++ kernels by address and library operators through
-PyTorch's dispatcher, and waits for other streams, awake for a while before it sleeps. What it cannot call, it gives
-back to Python.
+without: ``_native/threads.cpp`` walks through the steps of a stream, calls C++ kernels by address and library operators
+through PyTorch's dispatcher, and waits for other streams, awake for a while before it sleeps. What it cannot call, it
+gives back to Python.
 
 **Contract**
 - Steps keep the plan's order on each stream. A wait blocks until the record has been issued: on a CPU, what was issued

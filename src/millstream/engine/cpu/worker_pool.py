@@ -21,11 +21,9 @@ from typing import Any
 
 import torch
 
+from millstream import _native
 from millstream._torch.tensors import place_of_implementation
-from millstream.device.native import build, torch_options
 from millstream.errors import InternalError
-
-_SOURCE = Path(__file__).with_name("threads.cpp")
 
 
 class Library:
@@ -50,7 +48,7 @@ class Library:
 @functools.cache
 def find_library() -> Library | None:
     """The compiled code, or ``None`` where it cannot be had."""
-    path = build(_SOURCE, *torch_options(), "-ltorch_cpu", "-ltorch_python", "-pthread")
+    path = _native.find("threads")
     return None if path is None or place_of_implementation() is None else Library(path)
 
 

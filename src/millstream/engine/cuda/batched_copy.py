@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from millstream._torch.devices.streams import current_stream_handle
-from millstream.device.native import Copies, enqueuer
+from millstream.device.copying import Copies, enqueuer
 
 
 class Forms:

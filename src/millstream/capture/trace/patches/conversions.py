@@ -1,8 +1,8 @@
 """``float(number)``, ``int(number)``, ``schedule[number]`` and ``"%.3f" % number`` take a number of a graph for one.
 
 Python asks the number to convert itself, and takes nothing but a plain number for an answer, on which the graph would
-then depend. So for the length of a trace that needs it the types themselves are asked: see ``conversions.cpp``. Where
-nothing can be compiled, each value has a graph as before.
+then depend. So for the length of a trace that needs it the types themselves are asked: see
+``_native/conversions.cpp``. Without compiled code, each value has a graph as before.
 
 **Contract**
 - Nobody but code that has such a number in its hands sees a difference, whatever the thread.
@@ -11,25 +11,21 @@ nothing can be compiled, each value has a graph as before.
 
 from __future__ import annotations
 
-import functools
 import operator
 import re
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from millstream import _native
 from millstream.capture.lines import may_be_caught
 from millstream.capture.trace.arithmetic import compute
 from millstream.capture.trace.arrays import LaterArray
 from millstream.capture.trace.scalars import GraphScalar, HostScalar, is_number, is_scalar
-from millstream.device.native import as_builtin, load
 
-_SOURCE = Path(__file__).with_name("conversions.cpp")
 _FIELD = re.compile(r"%(?:\((?P<key>[^)]*)\))?(?P<how>[-+ #0]*[\d*]*(?:\.[\d*]*)?)[hlL]?(?P<kind>.)", re.DOTALL)
 """A place in text for a value, as Python's documentation of printf-style formatting has it."""
 
@@ -51,17 +47,17 @@ class Conversions:
         Args:
             tensors: The class of tensors that the step makes.
         """
-        library = _library()
-        if library is None:
+        core = _native.load("core")
+        if core is None:
             yield
             return
-        library["begin"](
+        core.begin_conversions(
             self._convert, (GraphScalar, HostScalar, LaterArray, tensors, Tensor, nn.Parameter, nn.Buffer), np.ndarray
         )
         try:
             yield
         finally:
-            library["end"]()
+            core.end_conversions()
 
     def _convert(self, owner: Any, value: Any) -> Any:
         if isinstance(owner, str):
@@ -126,12 +122,4 @@ class Conversions:
 
 def can_be_seen() -> bool:
     """Whether there is compiled code for it."""
-    return _library() is not None
-
-
-@functools.cache
-def _library() -> dict[str, Callable[..., Any]] | None:
-    library = load(_SOURCE, f"-I{sysconfig.get_paths()['include']}")
-    if library is None:
-        return None
-    return {name: as_builtin(library, f"millstream_conversions_{name}") for name in ("begin", "end")}
+    return _native.load("core") is not None

@@ -2,19 +2,18 @@
 // several threads, enqueueing a copy between events, and offering memory to PyTorch.
 //
 // Contract
-// - `millstream_begin` lets helpers copy and returns at once; what is short it copies itself, and returns None.
-//   `millstream_finish`, called from any thread, copies what is left and returns when all bytes are there; a second call
+// - `begin` lets helpers copy and returns at once; what is short it copies itself, and returns None.
+//   `finish`, called from any thread, copies what is left and returns when all bytes are there; a second call
 //   returns at once. Both are called with Python's lock held; the second gives it away meanwhile.
-// - What `millstream_begin` returns else is a capsule of Python's, which keeps the owner of the memory on both sides alive, and
+// - What `begin` returns else is a capsule of Python's, which keeps the owner of the memory on both sides alive, and
 //   which finishes when it is dropped: Ctrl-C after any line of Python cannot leave helpers to memory that is gone.
 // - Helpers are shared by the process, and work for one filling at a time.
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and a helper that is awake takes the next one.
-// - `millstream_lend` describes memory in the form of DLPack. Its owner is kept until the taker drops it, in whatever
+// - `lend` describes memory in the form of DLPack. Its owner is kept until the taker drops it, in whatever
 //   thread that is, or until the description is dropped and nobody has.
-// - Those three, `millstream_finish` and `millstream_enqueue` are called for every batch: they take Python's objects as its builtins do
-//   (`METH_FASTCALL`), addresses and numbers as integers. To go through ctypes takes ten times as long.
-// - `millstream_enqueue` gives the first error of the device's driver, and 0 if there was none; so do `millstream_open_nodes` and
-//   `millstream_close_nodes`, which let copies within a graph happen, or not, in the launches to come. After an error some may.
+// - Addresses and numbers are integers of Python's. All but what makes something is called for every batch.
+// - `enqueue` gives the first error of the device's driver, and 0 if there was none; so do `open_nodes` and
+//   `close_nodes`, which let copies within a graph happen, or not, in the launches to come. After an error some may.
 
 #include <pthread.h>
 #include <signal.h>
@@ -34,37 +33,13 @@
 #include <thread>
 #include <vector>
 
-// Of Python, whose headers need not be there.
-struct _object;
-struct _ts;
-extern "C" {
-extern _object _Py_NoneStruct;
-_ts* PyEval_SaveThread();
-void PyEval_RestoreThread(_ts* state);
-_object* PyCapsule_New(void* pointer, const char* name, void (*destructor)(_object*));
-void* PyCapsule_GetPointer(_object* capsule, const char* name);
-int PyCapsule_IsValid(_object* capsule, const char* name);
-void* PyLong_AsVoidPtr(_object* number);
-_object* PyLong_FromLong(long number);
-_object* PyErr_Occurred();
-int PyGILState_Ensure();
-void PyGILState_Release(int state);
-int Py_IsInitialized();
-void Py_IncRef(_object* object);
-void Py_DecRef(_object* object);
-}
+#include "module.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What Python passes to a builtin. A number that is none is 0, and `PyErr_Occurred` tells.
-template <typename T>
-T* pointer(_object* number) {
-  return static_cast<T*>(PyLong_AsVoidPtr(number));
-}
-
-size_t count(_object* number) { return reinterpret_cast<size_t>(PyLong_AsVoidPtr(number)); }
+size_t count(PyObject* number) { return reinterpret_cast<size_t>(PyLong_AsVoidPtr(number)); }
 
 constexpr size_t kChunkBytes = 64 << 10;
 constexpr size_t kShortBytes = 128 << 10;  // copied in less time than Python's lock takes to come back from another thread
@@ -106,7 +81,7 @@ using Copy = decltype(copy_plainly);
 // Pieces of memory on their way to other places.
 struct Filling {
   Filling(size_t num_pieces, char* const* to, const char* const* from, const size_t* num_bytes, int num_threads,
-          Copy* copy, _object* owner)
+          Copy* copy, PyObject* owner)
       : copy(copy),
         to(to, to + num_pieces),
         from(from, from + num_pieces),
@@ -137,7 +112,7 @@ struct Filling {
   std::atomic<size_t> next{0};
   const int num_threads;
   int num_helpers = 0;
-  _object* const owner;
+  PyObject* const owner;
   class Team* team = nullptr;
   std::atomic<bool> finished{false};
 };
@@ -240,7 +215,7 @@ void finish_once(Filling* filling) {
   if (!filling->finished.exchange(true)) filling->team->finish(*filling);
 }
 
-void drop(_object* capsule) {
+void drop(PyObject* capsule) {
   auto* filling = static_cast<Filling*>(PyCapsule_GetPointer(capsule, nullptr));
   finish_once(filling);
   Py_DecRef(filling->owner);
@@ -273,8 +248,8 @@ struct Offer {
 
 void let_go(Offer* offer) {
   if (Py_IsInitialized()) {
-    int state = PyGILState_Ensure();
-    Py_DecRef(static_cast<_object*>(offer->owner));
+    PyGILState_STATE state = PyGILState_Ensure();
+    Py_DecRef(static_cast<PyObject*>(offer->owner));
     PyGILState_Release(state);
   }
   delete offer;
@@ -282,7 +257,7 @@ void let_go(Offer* offer) {
 
 constexpr char kUntaken[] = "dltensor";  // the taker renames it
 
-void drop_offer(_object* capsule) {
+void drop_offer(PyObject* capsule) {
   if (PyCapsule_IsValid(capsule, kUntaken)) let_go(static_cast<Offer*>(PyCapsule_GetPointer(capsule, kUntaken)));
 }
 
@@ -338,16 +313,14 @@ int enable(MemcpyNodes& nodes, bool open) {
   return 0;
 }
 
-}  // namespace
-
-extern "C" {
-
-// Never dropped: its threads are somewhere in it when the process ends.
-Team* millstream_make_team(int num_helpers) { return new Team(num_helpers); }
+// Of a number of helpers. Never dropped: its threads are somewhere in it when the process ends.
+PyObject* make_team(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  return PyLong_FromVoidPtr(new Team(static_cast<int>(count(arguments[0]))));
+}
 
 // Of a team, a number of pieces, where they go, their lengths, a number of threads, whether to copy past caches, where the
 // pieces are, and an owner.
-_object* millstream_begin(_object*, _object* const* arguments, ptrdiff_t) {
+PyObject* begin(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   auto* team = pointer<Team>(arguments[0]);
   size_t num_pieces = count(arguments[1]);
   auto* to = pointer<char* const>(arguments[2]);
@@ -355,15 +328,14 @@ _object* millstream_begin(_object*, _object* const* arguments, ptrdiff_t) {
   int num_threads = static_cast<int>(count(arguments[4]));
   Copy* copy = count(arguments[5]) ? copy_past_caches : copy_plainly;
   auto* from = pointer<const char* const>(arguments[6]);
-  _object* owner = arguments[7];
+  PyObject* owner = arguments[7];
   if (PyErr_Occurred()) return nullptr;
   if (std::accumulate(num_bytes, num_bytes + num_pieces, size_t{0}) <= kShortBytes) {
     for (size_t i = 0; i < num_pieces; ++i) copy(to[i], from[i], num_bytes[i]);
-    Py_IncRef(&_Py_NoneStruct);
-    return &_Py_NoneStruct;
+    Py_RETURN_NONE;
   }
   Filling* filling = new Filling(num_pieces, to, from, num_bytes, num_threads, copy, owner);
-  _object* capsule = PyCapsule_New(filling, nullptr, drop);
+  PyObject* capsule = PyCapsule_New(filling, nullptr, drop);
   if (capsule == nullptr) {
     delete filling;
     return nullptr;
@@ -375,20 +347,19 @@ _object* millstream_begin(_object*, _object* const* arguments, ptrdiff_t) {
 }
 
 // Of what the former has returned.
-_object* millstream_finish(_object*, _object* const* arguments, ptrdiff_t) {
+PyObject* finish(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   auto* filling = static_cast<Filling*>(PyCapsule_GetPointer(arguments[0], nullptr));
   if (filling == nullptr) return nullptr;
-  _ts* state = PyEval_SaveThread();
+  PyThreadState* state = PyEval_SaveThread();
   finish_once(filling);
   PyEval_RestoreThread(state);
-  Py_IncRef(&_Py_NoneStruct);
-  return &_Py_NoneStruct;
+  Py_RETURN_NONE;
 }
 
 // Of the address of a form, what keeps that alive, and an owner.
-_object* millstream_lend(_object*, _object* const* arguments, ptrdiff_t) {
+PyObject* lend(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   auto* form = pointer<const Form>(arguments[0]);
-  _object* owner = arguments[2];
+  PyObject* owner = arguments[2];
   if (PyErr_Occurred()) return nullptr;
   Offer* offer = new Offer{.data = form->data,
                            .device_type = static_cast<int32_t>(form->device_type),
@@ -401,7 +372,7 @@ _object* millstream_lend(_object*, _object* const* arguments, ptrdiff_t) {
   std::copy_n(form->extents, 2 * form->num_dimensions, offer->extents);
   offer->shape = offer->extents;
   offer->strides = offer->extents + form->num_dimensions;
-  _object* capsule = PyCapsule_New(offer, kUntaken, drop_offer);
+  PyObject* capsule = PyCapsule_New(offer, kUntaken, drop_offer);
   if (capsule == nullptr) {
     delete offer;
     return nullptr;
@@ -412,7 +383,7 @@ _object* millstream_lend(_object*, _object* const* arguments, ptrdiff_t) {
 
 // Of a driver and an order: the stream; how many events to wait for, events to record before, copies, and events after;
 // then each of these. A copy is where to, where from, and how many bytes.
-_object* millstream_enqueue(_object*, _object* const* arguments, ptrdiff_t) {
+PyObject* enqueue(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   auto* driver = pointer<const Driver>(arguments[0]);
   auto* order = pointer<const uint64_t>(arguments[1]);  // whatever comes after keeps it alive
   if (PyErr_Occurred()) return nullptr;
@@ -433,39 +404,60 @@ _object* millstream_enqueue(_object*, _object* const* arguments, ptrdiff_t) {
 }
 
 // Of a function of CUDA's driver interface, and the one pointer that it takes.
-_object* millstream_call(_object*, _object* const* arguments, ptrdiff_t) {
+PyObject* call(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   auto function = reinterpret_cast<int (*)(void*)>(PyLong_AsVoidPtr(arguments[0]));
   auto* argument = pointer<void>(arguments[1]);
   if (PyErr_Occurred()) return nullptr;
   return PyLong_FromLong(function(argument));
 }
 
-MemcpyNodes* millstream_make_nodes(const void* set, const void* enable, void* graph, void* context) {
-  return new MemcpyNodes{reinterpret_cast<decltype(MemcpyNodes::set)>(set), reinterpret_cast<decltype(MemcpyNodes::enable)>(enable), graph,
-                          context, {}};
-}
-
-void millstream_drop_nodes(MemcpyNodes* nodes) { delete nodes; }
-
-void millstream_add_node(MemcpyNodes* nodes, void* node, const GraphCopy* copy, int leads_in) {
-  nodes->copies.push_back({node, *copy, leads_in != 0});
-}
-
-// Let the copies happen in the launches to come, to and from these addresses; gives the driver's first error.
-int millstream_open_nodes(MemcpyNodes* nodes, const uint64_t* addresses) {
-  for (MemcpyNode& node : nodes->copies) {
+// Let the copies happen in the launches to come, to and from the addresses at this one; gives the driver's first error.
+PyObject* open_nodes(PyObject* self, PyObject* address) {
+  auto& nodes = owned<MemcpyNodes>(self);
+  const auto* addresses = pointer<const uint64_t>(address);
+  if (PyErr_Occurred()) return nullptr;
+  for (MemcpyNode& node : nodes.copies) {
     uint64_t address = *addresses++;
     if (node.outer() == address) continue;
     node.outer() = address;
-    if (int error = nodes->set(nodes->graph, node.node, &node.copy, nodes->context)) {
+    if (int error = nodes.set(nodes.graph, node.node, &node.copy, nodes.context)) {
       node.outer() = 0;  // not to be trusted again
-      return error;
+      return PyLong_FromLong(error);
     }
   }
-  return enable(*nodes, true);
+  return PyLong_FromLong(enable(nodes, true));
 }
 
 // Let them not happen.
-int millstream_close_nodes(MemcpyNodes* nodes) { return enable(*nodes, false); }
+PyObject* close_nodes(PyObject* self, PyObject*) { return PyLong_FromLong(enable(owned<MemcpyNodes>(self), false)); }
 
-}  // extern "C"
+PyMethodDef nodes_methods[] = {method("open_nodes", open_nodes, METH_O), method("close_nodes", close_nodes, METH_NOARGS)};
+
+// Of two functions of the driver's, a graph, a context, and a list of copies: of each the node, the address of what it is
+// told, and whether it leads into the graph. Gives what opens and what closes them.
+PyObject* make_nodes(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  auto* nodes = new MemcpyNodes{reinterpret_cast<decltype(MemcpyNodes::set)>(PyLong_AsVoidPtr(arguments[0])),
+                                reinterpret_cast<decltype(MemcpyNodes::enable)>(PyLong_AsVoidPtr(arguments[1])),
+                                pointer<void>(arguments[2]), pointer<void>(arguments[3]), {}};
+  PyObject* self = own(nodes);
+  if (self == nullptr) return nullptr;
+  for (PyObject* each : items(arguments[4])) {
+    auto copy = items(each);
+    auto* told = pointer<const GraphCopy>(copy[1]);
+    if (told != nullptr) nodes->copies.push_back({pointer<void>(copy[0]), *told, copy[2] == Py_True});
+  }
+  return bind(self, nodes_methods);
+}
+
+}  // namespace
+
+PyMethodDef of_copies[] = {
+    method("make_team", make_team),
+    method("begin", begin),
+    method("finish", finish),
+    method("lend", lend),
+    method("enqueue", enqueue),
+    method("call", call),
+    method("make_nodes", make_nodes),
+    {},
+};

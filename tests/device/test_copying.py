@@ -4,7 +4,6 @@ import ctypes
 import gc
 import multiprocessing
 import random
-import re
 import shutil
 import threading
 import weakref
@@ -18,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.device import native
+from millstream import _native
+from millstream.device import copying
 from millstream.device.drivers import cuda
 from tests.clocks import HANG_S
 
@@ -34,8 +34,8 @@ EDGE = 7  # bytes around a piece that must stay as they are
 def team():
     """More threads than this machine may have processors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "num_processors", lambda: 6)
-        return native.Filler(native.build(native._SOURCE, *native._OPTIONS))
+        patch.setattr(copying, "num_processors", lambda: 6)
+        return copying.Filler(_native.load("core"))
 
 
 def fill(filler, sizes, num_threads, seed=0):
@@ -178,7 +178,7 @@ class FakeDriver:
         return 700 if len(self.calls) == self.fails_at else 0
 
     def enqueuer(self):
-        return native.Enqueuer(native.build(native._SOURCE, *native._OPTIONS), self.copy, self.record, self.wait)
+        return copying.Enqueuer(_native.load("core"), self.copy, self.record, self.wait)
 
 
 def test_copies_are_enqueued_between_the_records_and_behind_the_waits():
@@ -255,27 +255,24 @@ def test_a_function_is_given_the_pointer_each_time():
         pointer[0] += 1
         return 30 + pointer[0]
 
-    call = native.with_pointer(exchange, number)
+    call = copying.with_pointer(exchange, number)
     assert [call(), call()] == [32, 33]
     assert seen == [1, 2]
-    num_definitions = native._definition.cache_info().currsize
-    assert native.with_pointer(exchange, number)() == 34
-    assert native._definition.cache_info().currsize == num_definitions  # each pass over a feed asks for one
+    assert copying.with_pointer(exchange, number)() == 34
 
 
 def test_what_is_no_address_is_an_error():
-    compiled = native.as_builtin(ctypes.PyDLL(str(native.build_native())), "millstream_enqueue")
     with pytest.raises(TypeError):
-        compiled("here", 0)
+        _native.load("core").enqueue("here", 0)
 
 
-@pytest.mark.parametrize("dtype", [*native._CODES])
+@pytest.mark.parametrize("dtype", [*copying._CODES])
 @pytest.mark.parametrize(
     ("size", "stride"),
     [((3, 4), (4, 1)), ((3, 4), (1, 3)), ((), ()), ((5,), (1,)), ((2, 3), (0, 1)), ((1,) * 8, (1,) * 8)],
 )
 def test_memory_is_lent_in_the_form_that_was_prepared(dtype, size, stride):
-    lender = native.Lender(native.build_native())
+    lender = copying.Lender(_native.load("core"))
     memory = torch.arange(256).to(torch.uint8).remainder_(2)
     expected = memory.view(dtype).as_strided(size, stride)
     offer = lender.prepare(memory, dtype, size, stride)
@@ -287,7 +284,7 @@ def test_memory_is_lent_in_the_form_that_was_prepared(dtype, size, stride):
 
 
 def test_what_has_no_form_is_not_prepared():
-    lender = native.Lender(native.build_native())
+    lender = copying.Lender(_native.load("core"))
     memory = torch.zeros(256, dtype=torch.uint8)
     assert lender.prepare(memory, torch.float8_e4m3fn, (1,), (1,)) is None
     assert lender.prepare(memory, torch.uint8, (1,) * 9, (1,) * 9) is None
@@ -297,7 +294,7 @@ def test_an_offer_keeps_what_it_is_given_and_no_more():
     class Token:
         pass
 
-    lender, memory = native.Lender(native.build_native()), torch.zeros(256, dtype=torch.uint8)
+    lender, memory = copying.Lender(_native.load("core")), torch.zeros(256, dtype=torch.uint8)
     noted, token = weakref.ref(memory), Token()
     offer, known = lender.prepare(memory, torch.float32, (64,), (1,)), weakref.ref(token)
     view = torch.from_dlpack(offer((memory, token)))[3:]
@@ -323,70 +320,13 @@ def test_prepared_copies_go_where_they_are_told_each_time():
 
 @pytest.mark.parametrize(("text", "number"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1), ("?", 8)])
 def test_no_more_threads_than_the_container_is_granted(monkeypatch, text, number):
-    monkeypatch.setattr(native.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setattr(native.Path, "read_text", lambda _: text)
-    assert native.num_processors() == number
+    monkeypatch.setattr(copying.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(copying.Path, "read_text", lambda _: text)
+    assert copying.num_processors() == number
 
 
-def test_without_a_compiler_there_is_none(monkeypatch, tmp_path):
-    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", "/nonexistent/compiler")
-    assert native.filler.__wrapped__() is None
-    assert native.enqueuer.__wrapped__() is None
-
-
-def test_what_was_compiled_is_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
-    first = native.build(native._SOURCE)
-    with monkeypatch.context() as patch:
-        patch.setattr(native, "_compile", lambda *_: pytest.fail("compiled twice"))
-        assert native.build(native._SOURCE) == first
-
-
-def test_what_was_compiled_for_another_machine_is_replaced(monkeypatch, tmp_path):
-    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "one"))
-    name = native.build(native._SOURCE).name
-    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "other"))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / name).write_bytes(b"of another machine")
-    assert native.build(native._SOURCE) == tmp_path / "other" / name
-
-
-def test_what_others_could_have_written_is_not_run(monkeypatch, tmp_path):
-    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
-    assert native.build(native._SOURCE) is not None
-    tmp_path.chmod(0o777)
-    assert native.build(native._SOURCE) is None
-
-
-def test_a_compiler_may_have_arguments(monkeypatch, tmp_path):
-    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", f"{shutil.which('g++') or shutil.which('c++')} -O1")
-    assert native.build(native._SOURCE) is not None
-
-
-@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
-def test_what_was_cut_off_is_compiled_again(monkeypatch, tmp_path, part):
-    """Loading it would end the process, so that it must not be tried."""
-    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
-    library = native.build(native._SOURCE)
-    whole = library.read_bytes()
-    library.unlink()  # it is loaded, and must stay as it is
-    library.write_bytes(whole[: int(part * len(whole))])
-    assert native._find(library.stem.rpartition("_")[0]) is None
-    assert native.build(native._SOURCE).read_bytes() == whole
-    assert [each.suffix for each in tmp_path.iterdir()] == [".so"]
-
-
-def test_where_nothing_can_be_kept_nothing_is_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled for nothing"))
-    (tmp_path / "file").write_text("")
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    for name, reason in (("file", "nothing can be kept in .*file"), ("open", "others can write into .*open")):
-        monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / name))
-        assert native.build(native._SOURCE) is None
-        assert re.search(reason, native.why_not_build())
-    monkeypatch.setenv("CXX", '"g++')
-    assert native.build(native._SOURCE) is None
-    assert native.why_not_build() == "there is no compiler"
+def test_without_compiled_code_there_is_none(monkeypatch):
+    monkeypatch.setattr(_native, "load", lambda name: None)
+    assert copying.filler.__wrapped__() is None
+    assert copying.enqueuer.__wrapped__() is None
+    assert copying.lender.__wrapped__() is None

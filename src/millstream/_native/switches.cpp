@@ -1,10 +1,9 @@
 // PyTorch's switches, all in one look: Python would take some 6 µs to ask for each.
 //
 // Contract
-// - What `millstream_read_switches` gives, as bytes, is another whenever one of the switches of `_torch/switches.py` is.
-// - It takes Python's objects as its builtins do (`METH_FASTCALL`): a tuple of dicts and keys in turn, at which Python keeps
-//   switches, and a tuple of sets. Where one of the sets is not empty it gives None: let Python look.
-// - The caller keeps alive what has ever been found in the dicts, and holds Python's lock.
+// - What `read_switches` gives, as bytes, is another whenever one of the switches of `_torch/switches.py` is.
+// - It takes a tuple of dicts and keys in turn, at which Python keeps switches, and a tuple of sets. Where one of the sets is not empty it gives None: let Python look.
+// - The caller keeps alive what has ever been found in the dicts.
 
 #include <Python.h>
 
@@ -19,6 +18,8 @@
 #include <c10/core/AutogradState.h>
 #include <c10/core/DefaultDtype.h>
 #include <torch/csrc/tensor/python_tensor.h>
+
+#include "module.h"
 
 namespace {
 
@@ -92,9 +93,7 @@ void add_context(Values& values, Context& context) {
   values.add(torch::tensors::get_default_device().type());
 }
 
-}  // namespace
-
-extern "C" PyObject* millstream_read_switches(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+PyObject* read_switches(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments[1]); ++i) {
     if (PySet_GET_SIZE(PyTuple_GET_ITEM(arguments[1], i)) > 0) Py_RETURN_NONE;
   }
@@ -112,3 +111,10 @@ extern "C" PyObject* millstream_read_switches(PyObject*, PyObject* const* argume
   }
   return PyBytes_FromStringAndSize(values.bytes, values.count);
 }
+
+}  // namespace
+
+PyMethodDef of_switches[] = {
+    method("read_switches", read_switches),
+    {},
+};

@@ -4,7 +4,7 @@
 // - `hold` gives 1 only if every entry holds the object it held (or an equal plain value), every container as many items
 //   or the same keys in the same order, every object its class, every function its code, and every tensor its memory,
 //   layout, gradient and demand for one. 0 means no more than: let Python look; 2, but not at what is borrowed.
-// - The caller keeps alive what is added here, and holds Python's lock.
+// - The caller keeps alive what is added here, so that Python's collector can see through it.
 // - Where Python tells which dicts change (3.12 and later), dicts are looked into only when one of them has changed.
 // - Borrowed entries are those of modules and classes that hardly ever change, hundreds of them in some dozen dicts. They
 //   have a count of their own; before 3.12 each dict has a version, which is compared.
@@ -19,9 +19,9 @@
 
 #include <ATen/core/TensorBase.h>
 
-namespace {
+#include "tensors.h"
 
-using Implementation = c10::TensorImpl;
+namespace {
 
 constexpr uint64_t kNever = UINT64_MAX;
 uint64_t num_changes = 0;           // in any dict that Python tells of
@@ -62,9 +62,6 @@ struct Entry {
   PyObject* key;
   PyObject* value;  // null: there must be none
 };
-
-// A Python tensor is a pointer to its implementation, which torch.utils.swap_tensors exchanges.
-using Place = Implementation* const*;
 
 struct Watched {
   Place place;
@@ -144,7 +141,13 @@ struct Borrowed {
 };
 
 struct Guards {
-  Place place(PyObject* tensor) const { return reinterpret_cast<Place>(reinterpret_cast<char*>(tensor) + offset); }
+  // Each of these gives false for what it cannot watch.
+  bool add_entry(PyObject* holder, PyObject* key, PyObject* value);
+  bool add_borrowed(PyObject* holder, PyObject* key, PyObject* value);
+  bool add_pin(PyObject* owner, bool is_class, PyObject* value);
+  bool add_function(PyObject* owner, PyObject* code, PyObject* defaults, PyObject* keyword_defaults);
+  bool add_tensor(PyObject* tensor, PyObject* gradient);
+  bool add_written(PyObject* tensor);
 
   // Where a holder's contents are looked at. A module's names change in each step of a loop that stands in a script.
   Contents& contents_of(PyObject* holder) {
@@ -295,87 +298,117 @@ const void* counter_of(const Implementation* tensor) {
   return *reinterpret_cast<const void* const*>(&tensor->version_counter());
 }
 
-}  // namespace
-
-extern "C" {
-
-Guards* millstream_make(size_t offset) { return new Guards{offset}; }
-
-void millstream_drop(Guards* guards) { delete guards; }
-
-// Each of these gives 0 for what it cannot watch.
-
-int millstream_add_entry(Guards* guards, PyObject* holder, PyObject* key, PyObject* value) {
-  guards->contents_of(holder).entries.push_back({holder, key, value});
+bool Guards::add_entry(PyObject* holder, PyObject* key, PyObject* value) {
+  contents_of(holder).entries.push_back({holder, key, value});
   return PyList_Check(holder) ? PyLong_Check(key) : PyCell_Check(holder) || (PyMapping_Check(holder) && !PyTuple_Check(holder));
 }
 
-int millstream_add_borrowed(Guards* guards, PyObject* holder, PyObject* key, PyObject* value) {
-  if (!PyDict_Check(holder)) return 0;
-  guards->borrowed.add({holder, key, value});
-  return 1;
+bool Guards::add_borrowed(PyObject* holder, PyObject* key, PyObject* value) {
+  if (!PyDict_Check(holder)) return false;
+  borrowed.add({holder, key, value});
+  return true;
 }
 
-int millstream_add_length(Guards* guards, PyObject* container) {
-  guards->contents_of(container).lengths.emplace_back(container, PyObject_Size(container));
-  return 1;
-}
-
-int millstream_add_order(Guards* guards, PyObject* dict, PyObject* keys) {
-  guards->contents_of(dict).orders.emplace_back(dict, keys);
-  return PyDict_Check(dict) && PyTuple_Check(keys);
-}
-
-int millstream_add_pin(Guards* guards, PyObject* owner, int is_class, PyObject* value) {
-  guards->pins.push_back({owner, is_class != 0, value});
+bool Guards::add_pin(PyObject* owner, bool is_class, PyObject* value) {
+  pins.push_back({owner, is_class, value});
   return !is_class || PyType_Check(owner);
 }
 
-int millstream_add_function(Guards* guards, PyObject* owner, PyObject* code, PyObject* defaults, PyObject* keyword_defaults) {
+bool Guards::add_function(PyObject* owner, PyObject* code, PyObject* defaults, PyObject* keyword_defaults) {
   auto part = [](PyObject* value) { return value == Py_None ? nullptr : value; };
-  guards->functions.push_back({reinterpret_cast<PyFunctionObject*>(owner), code, part(defaults), part(keyword_defaults)});
+  functions.push_back({reinterpret_cast<PyFunctionObject*>(owner), code, part(defaults), part(keyword_defaults)});
   return PyFunction_Check(owner);
 }
 
-int millstream_add_tensor(Guards* guards, PyObject* tensor, void* gradient) {
-  Place place = guards->place(tensor);
+bool Guards::add_tensor(PyObject* tensor, PyObject* gradient) {
+  Place place = place_of(tensor, offset);
   const Implementation* known = *place;
   try {
     const auto* storage = reinterpret_cast<const char*>(known->unsafe_storage().unsafeGetStorageImpl());
     const auto* autograd = known->autograd_meta() ? reinterpret_cast<const char*>(&known->grad()) : nullptr;
-    guards->watched.push_back({place, known, known->data(), static_cast<Implementation*>(gradient),
-                               known->requires_grad(), guards->layouts.size(), storage, autograd});
-    guards->layouts.push_back(known->dim());
-    guards->layouts.insert(guards->layouts.end(), known->sizes().begin(), known->sizes().end());
-    guards->layouts.insert(guards->layouts.end(), known->strides().begin(), known->strides().end());
-    return 1;
+    watched.push_back({place, known, known->data(), gradient == Py_None ? nullptr : *place_of(gradient, offset),
+                       known->requires_grad(), layouts.size(), storage, autograd});
+    layouts.push_back(known->dim());
+    layouts.insert(layouts.end(), known->sizes().begin(), known->sizes().end());
+    layouts.insert(layouts.end(), known->strides().begin(), known->strides().end());
+    return true;
   } catch (const std::exception&) {  // a tensor without memory
-    return 0;
+    return false;
   }
 }
 
-int millstream_add_written(Guards* guards, PyObject* tensor) {
-  Place place = guards->place(tensor);
-  guards->written.push_back({place, counter_of(*place)});
+bool Guards::add_written(PyObject* tensor) {
+  Place place = place_of(tensor, offset);
+  written.push_back({place, counter_of(*place)});
   return !(*place)->is_inference();
 }
 
-int millstream_hold(Guards* guards) {
-  int without = guards->borrowed.dicts.empty() ? 0 : 2;
+PyObject* check_guards(PyObject* self, PyObject*) {
+  auto& guards = owned<Guards>(self);
+  int without = guards.borrowed.dicts.empty() ? 0 : 2;
   try {
-    if (!guards->borrowed.hold()) {
+    if (!guards.borrowed.hold()) {
       without = 0;
-    } else if (hold(*guards)) {
-      return 1;
+    } else if (hold(guards)) {
+      return PyLong_FromLong(1);
     }
   } catch (const std::exception&) {  // a tensor without memory
   }
   PyErr_Clear();
-  return without;
+  return PyLong_FromLong(without);
 }
 
-void millstream_bump_versions(const Guards* guards) {
-  for (const Written& written : guards->written) (*written.place)->bump_version();
+PyObject* bump_versions(PyObject* self, PyObject*) {
+  for (const Written& written : owned<Guards>(self).written) (*written.place)->bump_version();
+  Py_RETURN_NONE;
 }
 
-}  // extern "C"
+PyMethodDef guards_methods[] = {method("hold", check_guards, METH_NOARGS), method("bump_versions", bump_versions, METH_NOARGS)};
+
+// Of where a Python tensor has its implementation, what stands for no value, and lists: see `QuickGuards` of native.py.
+// Gives what looks, and what counts up versions; a ValueError where something cannot be watched.
+PyObject* make_guards(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  auto* guards = new Guards{PyLong_AsSize_t(arguments[0])};
+  PyObject* self = own(guards);
+  if (self == nullptr) return nullptr;
+  PyObject* const* lists = arguments + 2;
+  auto value_of = [missing = arguments[1]](PyObject* value) { return value == missing ? nullptr : value; };
+  bool can_watch = true;
+  for (PyObject* each : items(lists[0])) {
+    auto entry = items(each);
+    can_watch &= guards->add_entry(entry[0], entry[1], value_of(entry[2]));
+  }
+  for (PyObject* each : items(lists[1])) guards->contents_of(each).lengths.emplace_back(each, PyObject_Size(each));
+  for (PyObject* each : items(lists[2])) {
+    PyObject *dict = items(each)[0], *keys = items(each)[1];
+    guards->contents_of(dict).orders.emplace_back(dict, keys);
+    can_watch &= PyDict_Check(dict) && PyTuple_Check(keys);
+  }
+  for (PyObject* each : items(lists[3])) {
+    auto pin = items(each);
+    can_watch &= guards->add_pin(pin[0], PyObject_IsTrue(pin[1]), pin[2]);
+  }
+  for (PyObject* each : items(lists[4])) {
+    auto parts = items(each);
+    can_watch &= guards->add_function(parts[0], parts[1], parts[2], parts[3]);
+  }
+  auto gradients = items(lists[6]);
+  for (PyObject* each : items(lists[5])) {
+    can_watch &= guards->add_tensor(each, gradients.front());
+    gradients = gradients.subspan(1);
+  }
+  for (PyObject* each : items(lists[7])) can_watch &= guards->add_written(each);
+  for (PyObject* each : items(lists[8])) {
+    auto entry = items(each);
+    can_watch &= guards->add_borrowed(entry[0], entry[1], value_of(entry[2]));
+  }
+  if (!can_watch && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "These conditions are beyond the compiled code.");
+  return bind(self, guards_methods);
+}
+
+}  // namespace
+
+PyMethodDef of_guards[] = {
+    method("make_guards", make_guards),
+    {},
+};

@@ -1,23 +1,13 @@
-"""Compiled code for what must not wait for the interpreter: see ``native.cpp``.
+"""Copies that must not wait for the interpreter: see ``_native/copies.cpp``.
 
-Some hundred lines of C++ are compiled where they are first needed, in some two seconds, and kept in the cache
-folder. Where there is no compiler, PyTorch's own operators do the same, more slowly.
+Without compiled code PyTorch's own operators do the same, more slowly.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import os
-import platform
-import shlex
-import shutil
-import stat
-import subprocess
-import sys
-import sysconfig
-import tempfile
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,186 +18,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.cache import cache_folder
+from millstream import _native
 
 MAX_THREADS = 16
 """Fill pinned memory: more than a PCIe 5 bus needs."""
-
-_SOURCE = Path(__file__).with_name("native.cpp")
-_OPTIONS = ("-pthread",)
-_FLAGS = (
-    "-std=c++20",
-    "-O2",
-    "-fPIC",
-    "-shared",
-    *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
-)
-
-
-def build(source: Path, *options: str) -> Path | None:
-    """Compile a C++ file into a shared library, or find it compiled; ``None`` where that is not possible.
-
-    Args:
-        source: The file.
-        options: For the compiler, after its own.
-    """
-    compiler = _compiler()
-    if not compiler:
-        return None
-    command = [*compiler, *_FLAGS, str(source), *options]
-    facts = (*command, torch.__version__, sys.version, sysconfig.get_platform(), *platform.libc_ver())
-    key = _digest("\n".join((*facts, source.read_text())).encode())
-    name = f"{source.stem}_{key}"
-    found = _find(name)
-    if found is None and not why_not_build():
-        with suppress(OSError, subprocess.SubprocessError):
-            _compile(command, name)
-            found = _find(name)
-    return found
-
-
-def why_not_build() -> str:
-    """Say in a few words why nothing can be compiled, or kept when it is; empty when it can."""
-    if not _compiler():
-        return "there is no compiler"
-    folder = cache_folder()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder):
-            return "" if _is_guarded(folder) else f"others can write into the cache folder {folder}"
-    except OSError as error:
-        return f"nothing can be kept in the cache folder {folder} ({error.strerror})"
-
-
-def build_native() -> Path | None:
-    """Compile this folder's own file, or find it compiled; ``None`` where that is not possible."""
-    return build(_SOURCE, *_OPTIONS)
-
-
-def load(source: Path, *options: str) -> ctypes.PyDLL | None:
-    """``build`` a file and load it: its functions are called with the GIL. ``None`` where that is not possible."""
-    path = build(source, *options)
-    return None if path is None else ctypes.PyDLL(str(path))
-
-
-class _Definition(ctypes.Structure):
-    """Python's ``PyMethodDef``."""
-
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("function", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("doc", ctypes.c_char_p),
-    )
-
-
-_FASTCALL, _KEYWORDS = 0x80, 0x2  # METH_FASTCALL and METH_KEYWORDS of Python's headers
-_new_builtin = ctypes.pythonapi.PyCFunction_NewEx
-_new_builtin.restype, _new_builtin.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
-_new_bound = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)(
-    ("PyCFunction_NewEx", ctypes.pythonapi)
-)
-_new_method = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(("PyInstanceMethod_New", ctypes.pythonapi))
-
-
-def as_builtin(library: ctypes.PyDLL, name: str) -> Callable[..., Any]:
-    """See a function of ``library`` that takes Python's objects, and how many, as one of Python's builtins.
-
-    Through ctypes a call takes a microsecond, and so 0.1.
-    """
-    builtin: Callable[..., Any] = _new_builtin(ctypes.addressof(_definition(library, name, _FASTCALL)), None, None)
-    return builtin
-
-
-def as_method(library: ctypes.PyDLL, name: str, bound: object) -> Any:
-    """The same, to be an attribute of a class; it takes names, too, and has ``bound`` for its first argument in C."""
-    return _new_method(_new_bound(ctypes.addressof(_definition(library, name, _FASTCALL | _KEYWORDS)), bound, None))
-
-
-@functools.cache
-def _definition(library: ctypes.PyDLL, name: str, flags: int) -> _Definition:
-    """Python refers to it for as long as there are the builtins, and so it is kept: one for all of a kind."""
-    return _Definition(name.encode(), ctypes.cast(getattr(library, name), ctypes.c_void_p).value, flags, None)
-
-
-def torch_options() -> tuple[str, ...]:
-    """Options for ``build``: a file that looks into Python's objects and PyTorch's tensors."""
-    root = Path(torch.__file__).parent
-    return f"-I{root / 'include'}", f"-I{sysconfig.get_paths()['include']}", f"-L{root / 'lib'}", "-lc10"
-
-
-def _compiler() -> list[str]:
-    """The command that compiles C++; empty where there is none."""
-    named = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if named is None or sys.platform == "win32":
-        return []
-    try:
-        return shlex.split(named)
-    except ValueError:  # a quote without its other half
-        return []
-
-
-def _compile(command: Sequence[str], name: str) -> None:
-    """Compile into the cache folder; after the name stands a digest of what was compiled."""
-    folder = cache_folder()
-    with tempfile.TemporaryDirectory(dir=folder) as inside:
-        made = Path(inside) / name
-        subprocess.run([*command, "-o", str(made)], check=True, capture_output=True, timeout=120)
-        made.replace(folder / f"{name}_{_digest(made.read_bytes())}.so")  # at once: several processes may come here
-
-
-def _find(name: str) -> Path | None:
-    """What ``_compile`` has made under a name; ``None`` where there is nothing that can be loaded."""
-    return next(filter(_can_be_loaded, sorted(cache_folder().glob(f"{name}_*.so"))), None)
-
-
-def _can_be_loaded(library: Path) -> bool:
-    """Whether it was made by this user, is whole, and for this machine: folders are shared between machines."""
-    try:
-        if not (_is_guarded(library) and _is_guarded(library.parent)):
-            return False
-        if not library.stem.endswith(_digest(library.read_bytes())):
-            return False  # loading a file that was cut off can end the process
-        ctypes.CDLL(str(library))
-    except OSError:
-        return False
-    return True
-
-
-def _is_guarded(path: Path) -> bool:
-    """Whether nobody can write there but this user and the system's."""
-    state = path.stat()
-    return state.st_uid in (0, os.getuid()) and not state.st_mode & stat.S_IWOTH
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 @functools.cache
 def filler() -> Filler | None:
     """The compiled code that fills memory; ``None`` where it cannot be had."""
-    path = build_native()
-    return None if path is None else Filler(path)
+    core = _native.load("core")
+    return None if core is None else Filler(core)
 
 
 @functools.cache
 def enqueuer() -> Enqueuer | None:
     """The compiled code that enqueues copies on CUDA's streams; ``None`` where it, or CUDA's driver, cannot be had."""
-    path = build_native()
+    core = _native.load("core")
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         functions = driver.cuMemcpyAsync, driver.cuEventRecord, driver.cuStreamWaitEvent
-        return None if path is None else Enqueuer(path, *functions)
+        return None if core is None else Enqueuer(core, *functions)
     except (OSError, AttributeError):
         return None
-
-
-@functools.cache
-def _caller() -> Callable[..., int] | None:
-    """The compiled code that calls a function of the driver; ``None`` where it cannot be had."""
-    path = build_native()
-    return None if path is None else as_builtin(ctypes.PyDLL(str(path)), "millstream_call")
 
 
 def with_pointer(function: Any, argument: Any) -> Callable[[], int]:
@@ -217,18 +50,20 @@ def with_pointer(function: Any, argument: Any) -> Callable[[], int]:
         function: Of ``ctypes``, which takes several times as long to call it.
         argument: Of ``ctypes``.
     """
-    call = _caller()
-    if call is None:
+    core = _native.load("core")
+    if core is None:
         return functools.partial(function, ctypes.byref(argument))
     address = ctypes.cast(function, ctypes.c_void_p).value
-    return functools.partial(call, address, ctypes.addressof(argument), function, argument)  # which both stay alive
+    return functools.partial(
+        core.call, address, ctypes.addressof(argument), function, argument
+    )  # which both stay alive
 
 
 @functools.cache
 def lender() -> Lender | None:
     """The compiled code that lends memory; ``None`` where it cannot be had."""
-    path = build_native()
-    return None if path is None else Lender(path)
+    core = _native.load("core")
+    return None if core is None else Lender(core)
 
 
 class Lender:
@@ -238,11 +73,11 @@ class Lender:
     dictionary, and ask the device whose memory it is.
 
     Args:
-        path: Of the compiled code.
+        core: The compiled code.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._offer = as_builtin(ctypes.PyDLL(str(path)), "millstream_lend")
+    def __init__(self, core: Any) -> None:
+        self._offer = core.lend
 
     def lend(self, memory: Tensor, token: object) -> Tensor | None:
         """Do what ``Driver.lend`` does, for memory of the host or of a CUDA device; ``None`` for what DLPack lacks."""
@@ -268,7 +103,7 @@ class Lender:
 
 
 _HOST, _CUDA = 1, 10 if torch.version.hip else 2  # of DLPack
-_MOST_DIMENSIONS = 8  # of ``native.cpp``
+_MOST_DIMENSIONS = 8  # of ``copies.cpp``
 _CODES = {
     **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64), 0),
     **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64), 1),
@@ -283,16 +118,13 @@ class Filler:
     """Copies host memory with several threads, which all callers in the process share.
 
     Args:
-        path: Of the compiled code.
+        core: The compiled code.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, core: Any) -> None:
         self.num_threads = min(num_processors(), MAX_THREADS)
-        library, pointer = ctypes.PyDLL(str(path)), ctypes.c_void_p
-        library.millstream_make_team.restype = pointer
-        team = library.millstream_make_team(self.num_threads - 1)
-        self._begin = functools.partial(as_builtin(library, "millstream_begin"), team)
-        self._finish = as_builtin(library, "millstream_finish")
+        self._begin = functools.partial(core.begin, core.make_team(self.num_threads - 1))
+        self._finish = core.finish
 
     def begin(
         self,
@@ -362,17 +194,16 @@ class Enqueuer:
     """Enqueues waits, copies and records of events in one call: the device waits for no line of Python between.
 
     Args:
-        path: Of the compiled code.
+        core: The compiled code.
         copy: The driver's function that copies between any two addresses on a stream.
         record: The driver's function that records an event.
         wait: The driver's function that lets a stream wait for an event.
     """
 
-    def __init__(self, path: Path, copy: Any, record: Any, wait: Any) -> None:
+    def __init__(self, core: Any, copy: Any, record: Any, wait: Any) -> None:
         self._functions = copy, record, wait
         self._driver = (ctypes.c_void_p * 3)(*(ctypes.cast(each, ctypes.c_void_p).value for each in self._functions))
-        enqueue = as_builtin(ctypes.PyDLL(str(path)), "millstream_enqueue")
-        self._enqueue = functools.partial(enqueue, ctypes.addressof(self._driver))
+        self._enqueue = functools.partial(core.enqueue, ctypes.addressof(self._driver))
 
     def order(
         self,

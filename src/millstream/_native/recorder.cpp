@@ -21,6 +21,8 @@ extern "C" {
 #include <unordered_set>
 #include <vector>
 
+#include "module.h"
+
 namespace {
 
 struct Unit {
@@ -250,10 +252,8 @@ void uninstall(Recording*) {}
 
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 // plan, handler, tensor class, stand-in for nothing, answer that an instruction is of no interest
-EXPORT PyObject* millstream_record_begin(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+static PyObject* millstream_record_begin(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   if (recording != nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "Something is being recorded already.");
     return nullptr;
@@ -277,7 +277,7 @@ EXPORT PyObject* millstream_record_begin(PyObject*, PyObject* const* arguments, 
 }
 
 // Gives what went wrong, or None; and whether another tracer has taken this one's place.
-EXPORT PyObject* millstream_record_end(PyObject*, PyObject* const*, Py_ssize_t) {
+static PyObject* millstream_record_end(PyObject*, PyObject* const*, Py_ssize_t) {
   Recording* self = recording;
   if (self == nullptr) return Py_BuildValue("OO", Py_None, Py_False);
   uninstall(self);
@@ -303,13 +303,13 @@ EXPORT PyObject* millstream_record_end(PyObject*, PyObject* const*, Py_ssize_t) 
 }
 
 // Nothing is recorded until ``resume``; calls may be nested. Other threads' go unnoticed.
-EXPORT PyObject* millstream_record_pause(PyObject*, PyObject* const*, Py_ssize_t) {
+static PyObject* millstream_record_pause(PyObject*, PyObject* const*, Py_ssize_t) {
   Recording* self = recording;
   if (self != nullptr && PyThreadState_Get() == self->thread && self->num_pauses++ == 0) uninstall(self);
   Py_RETURN_NONE;
 }
 
-EXPORT PyObject* millstream_record_resume(PyObject*, PyObject* const*, Py_ssize_t) {
+static PyObject* millstream_record_resume(PyObject*, PyObject* const*, Py_ssize_t) {
   Recording* self = recording;
   if (self == nullptr || PyThreadState_Get() != self->thread || self->num_pauses == 0) Py_RETURN_NONE;
   if (--self->num_pauses == 0 && !self->is_replaced) install(self);
@@ -318,7 +318,7 @@ EXPORT PyObject* millstream_record_resume(PyObject*, PyObject* const*, Py_ssize_
 
 // A function that runs unseen: ``self`` is a tuple of it and of what is asked, with the second argument, whether it is
 // to be seen nevertheless, or None. As a builtin it adds no frame of Python's.
-EXPORT PyObject* millstream_record_unseen(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+static PyObject* millstream_record_unseen(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
   PyObject* function = PyTuple_GET_ITEM(self, 0);
   PyObject* done = millstream_record_pause(nullptr, nullptr, 0);
   Py_XDECREF(done);
@@ -344,7 +344,7 @@ EXPORT PyObject* millstream_record_unseen(PyObject* self, PyObject* const* argum
 
 // code, offset: what sys.monitoring says when code begins or goes on, from Python 3.12 on; of code that is planned, or
 // of no interest, nobody is told again until the next recording
-EXPORT PyObject* millstream_record_begins(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+static PyObject* millstream_record_begins(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   Recording* self = recording;
   if (self == nullptr || PyThreadState_Get() != self->thread || self->failure != nullptr) Py_RETURN_NONE;
   PyObject* code = arguments[0];
@@ -375,7 +375,7 @@ EXPORT PyObject* millstream_record_begins(PyObject*, PyObject* const* arguments,
 }
 
 // code, offset: before an instruction; of one that is no site nobody is told again, in no thread
-EXPORT PyObject* millstream_record_instruction(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+static PyObject* millstream_record_instruction(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   Recording* self = recording;
   if (self == nullptr) Py_RETURN_NONE;
   auto found = self->plans.find(arguments[0]);
@@ -393,3 +393,26 @@ EXPORT PyObject* millstream_record_instruction(PyObject*, PyObject* const* argum
   }
   Py_RETURN_NONE;
 }
+
+static PyMethodDef unseen_builtin = method("unseen", millstream_record_unseen, METH_FASTCALL | METH_KEYWORDS);
+
+// A function and what is asked, as above: makes a method of a class of it.
+static PyObject* millstream_record_make_unseen(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  PyObject* self = PyTuple_Pack(2, arguments[0], arguments[1]);
+  PyObject* builtin = self == nullptr ? nullptr : PyCFunction_NewEx(&unseen_builtin, self, nullptr);
+  PyObject* method = builtin == nullptr ? nullptr : PyInstanceMethod_New(builtin);
+  Py_XDECREF(self);
+  Py_XDECREF(builtin);
+  return method;
+}
+
+PyMethodDef of_recorder[] = {
+    method("begin_recording", millstream_record_begin),
+    method("end_recording", millstream_record_end),
+    method("pause_recording", millstream_record_pause),
+    method("resume_recording", millstream_record_resume),
+    method("code_begins", millstream_record_begins),
+    method("instruction_begins", millstream_record_instruction),
+    method("make_unseen", millstream_record_make_unseen),
+    {},
+};

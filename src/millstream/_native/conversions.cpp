@@ -5,7 +5,7 @@
 // class made meanwhile inherits of them goes on as before for good.
 
 #define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "module.h"
 
 namespace {
 
@@ -75,14 +75,8 @@ PyObject* formatted(PyObject* text, PyObject* values) {
 
 }  // namespace
 
-#if defined(__GNUC__)
-#define EXPORT extern "C" __attribute__((visibility("default")))
-#else
-#define EXPORT extern "C"
-#endif
-
 // hook, tuple of the types of stand-ins, NumPy's type of arrays
-EXPORT PyObject* millstream_conversions_begin(PyObject*, PyObject* const* args, Py_ssize_t) {
+static PyObject* millstream_conversions_begin(PyObject*, PyObject* const* args, Py_ssize_t) {
   if (hook != nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "conversions are seen already");
     return nullptr;
@@ -101,7 +95,7 @@ EXPORT PyObject* millstream_conversions_begin(PyObject*, PyObject* const* args, 
   Py_RETURN_NONE;
 }
 
-EXPORT PyObject* millstream_conversions_end(PyObject*, PyObject* const*, Py_ssize_t) {
+static PyObject* millstream_conversions_end(PyObject*, PyObject* const*, Py_ssize_t) {
   if (hook == nullptr) Py_RETURN_NONE;
   for (int i = 0; i < 2; i++) types[i]->tp_vectorcall = convert[i];
   for (int i = 0; i < 3; i++) types[2 + i]->tp_as_mapping->mp_subscript = look_up[i];
@@ -110,3 +104,9 @@ EXPORT PyObject* millstream_conversions_end(PyObject*, PyObject* const*, Py_ssiz
   Py_CLEAR(stand_ins);
   Py_RETURN_NONE;
 }
+
+PyMethodDef of_conversions[] = {
+    method("begin_conversions", millstream_conversions_begin),
+    method("end_conversions", millstream_conversions_end),
+    {},
+};

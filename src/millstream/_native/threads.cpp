@@ -258,6 +258,8 @@ struct Worker {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
+
 extern "C" {
 
 // Both for the calling thread alone. PyTorch's `set_num_threads` also notes the number for threads to come, and has MKL
@@ -460,3 +462,5 @@ void millstream_clear(Plan* plan, const int64_t* registers, int count) {
 }
 
 }  // extern "C"
+
+#pragma GCC visibility pop
