@@ -88,8 +88,7 @@ dist: $(SETUP) ## wheel and source archive, checked, in dist/; MILLSTREAM_URL=ht
 	$(PYTHON) -m build
 	$(PYTHON) -m twine check --strict dist/*
 
-matrix: $(SETUP) ## a wheel in empty environments: every Python with every PyTorch of which there is a CPU build, or that an interpreter in WITH has
-	$(PYTHON) -m pip install --quiet build
+matrix: $(SETUP) ## wheels in empty environments: every Python with every PyTorch of which there is a CPU build, or that an interpreter in WITH has
 	$(PYTHON) tools/matrix.py $(addprefix --with ,$(WITH))
 
 format: $(SETUP) ## format the code

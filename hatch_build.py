@@ -1,16 +1,24 @@
-"""What the package says of itself where it is published: the README with absolute links, and the project's addresses.
+"""What is made when the package is built: what it says of itself, and the compiled code that a wheel brings.
 
-The address is not in the sources, for a fork has another: ``MILLSTREAM_URL=https://… python -m build``. Without it,
-links within the project become plain text, as they would lead nowhere.
+The project's address is not in the sources, for a fork has another: ``MILLSTREAM_URL=https://… python -m build``.
+Without it, links within the project become plain text, as they would lead nowhere.
+
+A wheel is for one version of Python and one kind of machine, and has the module ``core`` of ``millstream._native``;
+where that cannot be compiled, it is for all of them, and the module is compiled where it is first used.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import sys
+import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
@@ -24,6 +32,39 @@ class ReadmeHook(MetadataHookInterface):
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
         if address:
             metadata["urls"] = project_urls(address)
+
+
+class NativeHook(BuildHookInterface):
+    """Compiles what a wheel brings; an editable installation has its sources, and compiles them when it needs them."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the module to the wheel."""
+        compiler = (build := load_build(Path(self.root))).find_compiler()
+        if version == "editable" or not compiler:
+            return
+        self._folder = tempfile.TemporaryDirectory()
+        made = Path(self._folder.name) / build.PREBUILT_FILE
+        if failure := build.Recipe(build.PREBUILT, None, compiler).compile(made):
+            self.app.display_warning(f"The wheel has no compiled code: {failure}")
+            return
+        build_data["force_include"][str(made)] = f"millstream/_native/{build.PREBUILT_FILE}"
+        build_data["pure_python"], build_data["infer_tag"] = False, True
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """Remove what was made."""
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
+
+
+def load_build(root: Path) -> ModuleType:
+    """The package's own way to compile, without the package: it would import PyTorch."""
+    spec = importlib.util.spec_from_file_location("millstream_build", root / "src/millstream/_native/build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
 
 
 def project_urls(address: str) -> dict[str, str]:

@@ -36,12 +36,10 @@ def main() -> int:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        run([sys.executable, "-m", "build", "--wheel", "--outdir", folder, str(ROOT)])
-        wheel = next(work.glob("*.whl"))
         (work / "readme.py").write_text(readme_program(), encoding="utf-8")
         for python in PYTHONS:
             for torch in TORCHES:
-                results[python, torch] = outcome = attempt(python, torch, wheel, work, given.get((python, torch)))
+                results[python, torch] = outcome = attempt(python, torch, work, given.get((python, torch)))
                 print(f"Python {python}, PyTorch {torch}: {outcome}", flush=True)
     print("\n| Python | PyTorch | |\n|---|---|---|")
     for (python, torch), outcome in results.items():
@@ -56,13 +54,12 @@ def ask_interpreter(interpreter: str) -> tuple[tuple[str, str], str]:
     return (python, torch), folder
 
 
-def attempt(python: str, torch: str, wheel: Path, work: Path, packages: str | None) -> str:
+def attempt(python: str, torch: str, work: Path, packages: str | None) -> str:
     """Try one pair in an environment of its own; say in a few words what came of it.
 
     Args:
         python: Version of Python.
         torch: Version of PyTorch.
-        wheel: What is tried.
         work: Where to.
         packages: A folder in which this PyTorch lies; ``None`` to install a CPU build.
     """
@@ -80,7 +77,7 @@ def attempt(python: str, torch: str, wheel: Path, work: Path, packages: str | No
                 run([str(binary), "-m", "pip", "install", "--quiet", "--only-binary=:all:", f"torch=={torch}+cpu"])
             except subprocess.CalledProcessError:
                 return "not tried: no CPU build here"
-        run([str(binary), "-m", "pip", "install", "--quiet", str(wheel)])
+        run([str(binary), "-m", "pip", "install", "--quiet", str(ROOT)])  # by way of a wheel
         run([str(binary), str(work / "readme.py")], cwd=work)
         run([str(binary), "-m", "millstream", "doctor"], cwd=work)
     except subprocess.CalledProcessError as error:
