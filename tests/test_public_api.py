@@ -45,7 +45,7 @@ NAMES = [
     "trace_syncs",
     "version_report",
 ]
-CORE = ["errors", "graph", "cost", "schedule", "check", "simulate", "insight", "report"]
+CORE = ["errors", "graph", "cost", "schedule", "placement", "check", "simulate", "insight", "report"]
 
 
 def run_python(code):

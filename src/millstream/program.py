@@ -25,6 +25,10 @@ EMPTY: Callable[..., Any] = torch.ops.aten.empty_strided.default
 """What takes memory and writes nothing into it."""
 
 
+WHOLE = "whole:"
+"""How the name of a buffer begins that is there for the order of kernels alone: it stands for all of the inputs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """A reference to a tensor by name, inside the arguments of a call."""

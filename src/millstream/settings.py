@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ class Settings:
         options: Of TorchInductor.
         freeze: Fold parameters in as constants.
         dynamic: Whether sizes are symbolic: those that change, all, or none.
+        devices: Names of those that kernels may be placed on, the user's first; empty for that alone.
 
     Raises:
         ArgumentError: One of them has no meaning; the message lists the choices.
@@ -39,6 +41,7 @@ class Settings:
     options: dict[str, Any] | None = None
     freeze: bool = False
     dynamic: bool | None = None
+    devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.engine is not None and self.engine not in ENGINES:
@@ -57,6 +60,22 @@ class Settings:
             raise ArgumentError(f"options={self.options!r} is no dict; give one such as {{'max_autotune': True}}.")
         if self.options:
             check_options(self.options)
+        if self.devices:
+            self._check_devices()
+
+    def _check_devices(self) -> None:
+        unknown = [name for name in self.devices if not re.fullmatch(r"cpu:\d+", name)]
+        if unknown and unknown[0].startswith("cuda"):
+            raise ArgumentError(
+                f"devices={list(self.devices)}: placing kernels on CUDA devices is not built yet; what another one "
+                "would give is predicted by: millstream simulate --mode place --devices 2 script.py"
+            )
+        if unknown or len({*self.devices}) < len(self.devices):
+            raise ArgumentError(f"devices={list(self.devices)}: give different ones, as in ['cpu:0', 'cpu:1'].")
+        if self.engine in ("streams", "graph"):
+            raise ArgumentError(f"engine={self.engine!r} is for CUDA devices, and devices= names CPUs; leave it out.")
+        if self.scheduling.policy is not None:
+            raise ArgumentError(f"policy={self.scheduling.policy!r} is for one device; leave it out with devices=.")
 
     @classmethod
     def of(
@@ -72,6 +91,9 @@ class Settings:
         Raises:
             ArgumentError: One of them has no meaning.
         """
+        others["devices"] = tuple(map(str, others.get("devices") or ()))
+        if len(others["devices"]) == 1:
+            others["devices"] = ()  # the user's
         if streams == "manual":
             if policy not in (None, "manual"):
                 raise ArgumentError(f"streams='manual' says which streams; policy={policy!r} has nothing to decide.")

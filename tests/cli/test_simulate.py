@@ -121,3 +121,53 @@ def test_a_script_without_such_a_step_is_refused(tmp_path, capsys):
     script.write_text("x = 1\n")
     assert main(["simulate", str(script)]) == 2
     assert "is a step that exchanges something" in capsys.readouterr().err
+
+
+PLACED = """
+import sys
+
+import torch
+from torch import nn
+
+import millstream as ms
+
+assert sys.argv[1:] == ["--width", "16"]
+towers = nn.ModuleList([nn.Linear(512, 512), nn.Linear(512, 512)])
+
+@ms.compile(engine="serial")
+def both(x):
+    return [tower(x) for tower in towers]
+
+with torch.no_grad():
+    both(torch.ones(256, 512))
+"""
+
+
+def test_a_script_is_placed_as_it_is(tmp_path, capsys):
+    script = tmp_path / "towers.py"
+    script.write_text(PLACED)
+    arguments = ["simulate", "--mode", "place", "--devices", "1,2", str(script), "--width", "16"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "both.inference placed on devices of one process: 2 kernels, calculated from bytes and operations" in shown
+    assert "crosses cpu:0 → cpu:1" in shown
+    assert "within" not in shown
+    assert "nvlink: " in shown
+    assert main([*arguments[:3], "--json", *arguments[3:]]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    one, two = report["rows"]
+    assert two["run_ns"] < 0.7 * one["run_ns"]
+    assert one["run_ns"] == report["one_ns"]
+    assert [each["kernels"] for each in two["used"]["devices"]] == [1, 1]
+
+
+def test_what_cannot_be_placed_is_refused(saved, tmp_path, capsys):
+    script = tmp_path / "empty.py"
+    script.write_text("x = 1\n")
+    for arguments, message in (
+        ([saved], "cannot be placed: give a script.py"),
+        ([str(script)], "is a compiled step or model that has been called"),
+        (["--devices", "9", str(script)], "9 devices are more than"),
+    ):
+        assert main(["simulate", "--mode", "place", *arguments]) == 2
+        assert message in capsys.readouterr().err

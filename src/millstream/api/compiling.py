@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         strict: bool
         max_graphs: int
         options: dict[str, Any] | None
+        devices: Sequence[str | torch.device] | None
 
     class StepSettings(CommonSettings, total=False, closed=True):
         """What ``ms.step`` may be told."""
@@ -79,6 +80,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     strict: bool = False,
     max_graphs: int = 8,
     options: dict[str, Any] | None = None,
+    devices: Sequence[str | torch.device] | None = None,
     mode: str | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
@@ -113,6 +115,9 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
             back.
         options: Options of TorchInductor, such as ``{"max_autotune": True}``; ``{"own_kernels": False}`` does without
             our kernels for convolutions and linear layers.
+        devices: Devices that kernels may be placed on, the user's first: ``["cpu:0", "cpu:1"]`` are two virtual ones
+            of a CPU, to try it on. Parameters and results stay on the first. Kept where it is measured to be faster
+            than one device, or where the engine is given; ``memory=`` in bytes bounds each device.
         mode: As for ``torch.compile``. ``"reduce-overhead"`` is what the engine ``graph`` does anyway;
             ``"max-autotune"`` stands for those options of TorchInductor.
         fullgraph: The same as ``strict``.
@@ -135,6 +140,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         options=options,
         freeze=freeze,
         dynamic=dynamic,
+        devices=devices,
     )
     settings = translate(asked, mode=mode, fullgraph=fullgraph, backend=backend)
     return functools.partial(_compile, settings) if model is None else _compile(settings, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
@@ -61,6 +61,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     shard_optimizer: bool = False,
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
+    devices: Sequence[str | torch.device] | None = None,
 ) -> Any:
     """Capture a whole training step, forward, backward and optimizer, as one graph of fused kernels.
 
@@ -107,6 +108,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         dynamic: Whether sizes of arguments are symbolic, so that one graph serves all: ``None`` makes those symbolic
             that were seen to change, ``True`` all from the first capture on, ``False`` none.
         options: Options of TorchInductor, and ``own_kernels``, as of ``ms.compile``.
+        devices: Devices that kernels may be placed on, the user's first, as of ``ms.compile``.
 
     What it shares with ``ms.compile`` is told there at more length.
 
@@ -124,7 +126,10 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         max_graphs=max_graphs,
         options=options,
         dynamic=dynamic,
+        devices=devices,
     )
+    if settings.devices and data_parallel is not False:
+        raise ArgumentError("data_parallel= has a process for each device; leave out devices=.")
     _check_processes(data_parallel, shard_optimizer)
     how = {"data_parallel": data_parallel, "shard_optimizer": shard_optimizer, "check": _calls_between_checks(check)}
     make = functools.partial(_step, settings, how)
@@ -161,7 +166,11 @@ def _step(settings: Settings, how: dict[str, Any], fn: Callable[..., Any]) -> St
         def build(lowered: Lowered | LoweredForSizes) -> Runnable:
             return build_engine(lowered, settings, warn=warn) if isinstance(lowered, Lowered) else for_sizes(lowered)
 
-        join = functools.partial(AgreedEngine, settings=settings)
+        def join(*args: Any, **kwargs: Any) -> AgreedEngine:
+            if settings.devices:
+                raise CaptureError("devices= are of one process, and the step exchanges gradients with others")
+            return AgreedEngine(*args, settings=settings, **kwargs)
+
         return StepProgram(gm, inputs, static, name=name, build=build, options=settings.options, join=join)
 
     return step_of(

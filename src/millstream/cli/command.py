@@ -13,7 +13,7 @@ from millstream.errors import ArgumentError
 SCRIPT_COMMANDS = ("profile", "syncs", "warm", "simulate")
 """Options, a script, and all that follows is the script's own."""
 
-WITH_VALUE = ("--save", "--fail-if", "--devices", "--network", "--per-host", "--fit")
+WITH_VALUE = ("--save", "--fail-if", "--devices", "--network", "--per-host", "--fit", "--mode")
 MOST_DEVICES = 1 << 20
 
 
@@ -152,16 +152,17 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "predict a data-parallel step on other numbers of devices, from its kernel graph and a model of the network"
+    text = "predict a step on other numbers of devices, from its kernel graph and a model of the network"
     simulate = commands.add_parser(
         "simulate",
         help=text,
         description=f"{text[0].upper()}{text[1:]}. SCRIPT runs on this machine as the first of many processes that are "
         "made up, to its end or until Ctrl-C; all that follows it is its own. It has to call a data-parallel step at "
         "least three times: one with a DistributedDataParallel model, or made by @ms.step(data_parallel=True). "
-        "FILE.json is what ms.explain(step).save('FILE.json') wrote.",
+        "FILE.json is what ms.explain(step).save('FILE.json') wrote. With --mode place SCRIPT runs as it is, and the "
+        "kernels of what it has compiled are divided among the devices of one process.",
     )
-    own = "[-h] [--devices N,N] [--network LINK[,LINK]] [--per-host N] [--fit FILE] [--json]"
+    own = "[-h] [--mode place] [--devices N,N] [--network LINK[,LINK]] [--per-host N] [--fit FILE] [--json]"
     simulate.usage = f"%(prog)s {own} SCRIPT.py [ARG ...] | FILE.json"
     simulate.set_defaults(run=_simulate)
     simulate.add_argument(
@@ -179,6 +180,12 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         type=Path,
         metavar="FILE",
         help="fit the first link to what python -m benchmarks.sweeps.collectives wrote",
+    )
+    simulate.add_argument(
+        "--mode",
+        choices=("data-parallel", "place"),
+        default="data-parallel",
+        help="a process for each device, or one process whose kernels go to all of them (%(default)s)",
     )
     simulate.add_argument("--json", action="store_true", help="print it as JSON")
 
@@ -242,7 +249,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     if not arguments.target:
         raise ArgumentError("say what to simulate: millstream simulate script.py [ARG ...], or a .json file")
-    fields = arguments.devices, arguments.network, arguments.per_host, arguments.fit, arguments.json
+    fields = arguments.devices, arguments.network, arguments.per_host, arguments.fit, arguments.json, arguments.mode
     return simulate(arguments.target, arguments.arguments, Asked(*fields))
 
 

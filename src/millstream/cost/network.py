@@ -69,6 +69,10 @@ class Link:
     source: str = ""
     measured_devices: int = 0
 
+    def copy_ns(self, num_bytes: int) -> int:
+        """How long one device takes to send so much to another."""
+        return math.ceil(min(rate.hop_ns + num_bytes * 1e9 / rate.bytes_per_s for rate in self.rates))
+
     def describe(self) -> str:
         """Its numbers, for people."""
         return f"{self.name}: {', or '.join(map(str, self.rates))}" + (f" ({self.source})" if self.source else "")

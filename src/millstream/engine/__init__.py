@@ -2,6 +2,7 @@
 
 from millstream.engine.build import OneOfMany, build
 from millstream.engine.by_size import BySize
+from millstream.engine.cpu.placed_program import find_constraints
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.engine import Engine
@@ -19,4 +20,5 @@ __all__ = [
     "SerialEngine",
     "StreamsEngine",
     "build",
+    "find_constraints",
 ]

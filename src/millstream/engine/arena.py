@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 
 from millstream._torch.tensors import reinterpret
+from millstream.check import check_plan
 from millstream.graph import MemoryLayout, Plan, Role, alignment_of
 from millstream.locks import ForkSafeLock
 from millstream.program import Layout, Program
@@ -135,6 +136,20 @@ def bind_arena(program: Program, layout: MemoryLayout, memory: torch.Tensor | No
     if memory is None:
         memory = torch.empty(layout.arena_bytes, dtype=torch.uint8, device=layout.device)
     return bind_buffers(program, layout.offset_of, memory)
+
+
+def bind_arenas(program: Program, plan: Plan) -> dict[str, torch.Tensor]:
+    """Put the temporaries of each device into an arena of its own; returns them by buffer id.
+
+    Raises:
+        PlanError: They would overwrite each other; a bug.
+    """
+    bound: dict[str, torch.Tensor] = {}
+    for device in sorted({buffer.device for buffer in plan.graph.buffers}):
+        layout = assign_offsets(plan, device)
+        check_plan(plan, layout)
+        bound |= bind_arena(program, layout)
+    return bound
 
 
 def bind_buffers(program: Program, offset_of: dict[str, int], memory: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.device import context
 from millstream.engine.arena import Arena
+from millstream.engine.cpu.placed import PlacedEngine
 from millstream.engine.cpu.threads import ThreadsEngine
 from millstream.engine.cpu.worker_pool import find_library
 from millstream.engine.cuda.captured import Family
@@ -66,6 +68,9 @@ def build(
     """
     engine = engine_asked(settings.engine)
     scheduling = with_environment(settings.scheduling)
+    if settings.devices and not lowered.program.does_nothing:
+        alone = functools.partial(build, lowered, replace(settings, devices=()), one_of_many=one_of_many, warn=warn)
+        return _build_placed(lowered, settings.devices, engine, scheduling, alone, warn)
     plan = plan_serial(lowered.program.graph)
     budget = scheduling.budget_bytes(plan)
     many = one_of_many or OneOfMany(Arena())
@@ -106,6 +111,33 @@ def build(
         serial.notes.append(f"{lowered.program.graph.name} runs on the serial engine: {obstacle}")
         warn(serial.notes[-1])
     return serial
+
+
+def _build_placed(
+    lowered: Lowered,
+    devices: Sequence[str],
+    engine: str | None,
+    scheduling: Scheduling,
+    build_alone: Callable[[], Engine],
+    warn: Callable[[str], None],
+) -> Engine:
+    """Make the engine for several devices, beside that for one, which runs where several cannot."""
+    graph, obstacle = lowered.program.graph, ""
+    if lowered.program.devices != {"cpu"}:
+        obstacle = f"its kernels run on {', '.join(sorted(lowered.program.devices))}, and devices= names CPUs."
+    elif engine not in (None, "serial", "threads"):
+        obstacle = f"the engine {engine} is for CUDA devices."
+    elif engine != "serial" and find_library() is None:
+        obstacle = f"{why_not_build() or 'threads.cpp cannot be compiled'}."
+    if obstacle:
+        alone = build_alone()
+        alone.notes.append(f"{graph.name} runs on one device: {obstacle}")
+        warn(alone.notes[-1])
+        return alone
+    bound = scheduling.memory if isinstance(scheduling.memory, int) else None
+    fits = bound is None or peak_bytes(plan_serial(graph)) <= bound
+    one = build_alone() if fits else None
+    return PlacedEngine(lowered, one, devices, scheduling, asked=engine, memory_bytes=bound)
 
 
 def _plan_like(known: Plan, serial: Plan, budget: int) -> Plan:

@@ -153,6 +153,22 @@ class KernelGraph:
         """Whether a kernel is written for another stream than the caller's."""
         return any(kernel.hint for kernel in self.kernels)
 
+    @cached_property
+    def links(self) -> dict[int, tuple[str, str]]:
+        """Copies from one device to another, by kernel id: from where, and to where."""
+        found = {}
+        for kernel in self.kernels:
+            if kernel.kind is KernelKind.COPY and len(kernel.reads) == len(kernel.writes) == 1:
+                source, target = (self.buffer_of[name].device for name in (*kernel.reads, *kernel.writes))
+                if source != target:
+                    found[kernel.id] = source, target
+        return found
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """Devices that kernels run on, in order of first appearance."""
+        return tuple(dict.fromkeys(kernel.device for kernel in self.kernels))
+
     def writes_part(self, kernel: int, storage: str) -> bool:
         """Tell whether a kernel writes only a part of its own of a storage."""
         parts = self.kernels[kernel].parts

@@ -40,10 +40,10 @@ from millstream.lower.operators import (
     may_raise,
     written_arguments,
 )
-from millstream.program import EMPTY, Call, Layout, Program, Value, View
+from millstream.program import EMPTY, WHOLE, Call, Layout, Program, Value, View
 
-_PRETENDED = ("rng:", "whole:")
-"""How names of buffers begin that are there for the order of kernels: generators, and all of the inputs as one."""
+_PRETENDED = ("rng:", WHOLE)
+"""How names of buffers begin that are no memory of the program's: generators, and that."""
 
 
 def translate(
@@ -487,7 +487,7 @@ class _Translator:
         raising = self.raising - writing
         if not writing or not raising or {*self.device.values()} != {"cpu"}:
             return
-        whole = "whole:cpu"
+        whole = f"{WHOLE}cpu"
         self.bytes[whole], self.device[whole] = 16, "cpu"
         for kernel in self.kernels:
             if kernel.id in raising:

@@ -15,6 +15,7 @@ from millstream.insight.profiler.replays import idle_in_graph, time_of_kernels
 from millstream.report.account import Account
 from millstream.report.pictures.picture import Picture, draw_timeline
 from millstream.report.pictures.terminal import sketch_streams
+from millstream.report.placed import device_data, device_lines
 from millstream.report.sizes import OneSize
 from millstream.report.words import count, duration, operations, percent, shorten, size, table
 from millstream.simulate import simulate
@@ -112,7 +113,7 @@ class ProgramReport:
             return False
         if self.measured_ns is not None:
             return self.predicted_ns > _TOO_LONG * self.measured_ns
-        if any(kernel.device != "cpu" for kernel in self.graph.kernels):
+        if any(device.partition(":")[0] != "cpu" for device in self.graph.devices):
             return False
         needed = Roofline().estimate(self.graph).kernels
         most_ns = sum(max(_SLOWEST * cost.duration_ns, _SLOWEST_NS) for cost in needed)
@@ -236,6 +237,7 @@ class ProgramReport:
             "timelines": {kind: _timeline_data(account.timeline) for kind, account in self.accounts.items()},
             "idle_ns_by_cause": self.idle_by_cause,
             "memory_bytes": self.memory(),
+            "placement": device_data(self.plan, self.costs),
             "by_kind": {
                 str(kind): {"kernels": number, "bytes": moved, "flops": flops}
                 for kind, (number, moved, flops) in self.by_kind().items()
@@ -270,6 +272,7 @@ class ProgramReport:
             for kind, (number, moved, flops) in self.by_kind().items()
         ]
         lines += table(("kind", "kernels", "memory moved", "operations"), rows, right={1, 2, 3})
+        lines += device_lines(self.plan, self.costs)
         memory = self.memory()
         lines.append(
             f"  memory: inputs {size(memory['inputs'])}, state {size(memory['state'])}, "

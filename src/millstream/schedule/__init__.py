@@ -1,7 +1,15 @@
 """From a graph and its costs to a plan, and how much memory the plan takes."""
 
 from millstream.schedule.allocation import place_allocations
-from millstream.schedule.assignment import Assignment, assign_chains, assign_list, assign_slack
+from millstream.schedule.assignment import (
+    Assignment,
+    Gaps,
+    assign_among,
+    assign_chains,
+    assign_list,
+    assign_slack,
+    by_urgency,
+)
 from millstream.schedule.lifetimes import Lifetime, derive_lifetimes, peak_bytes
 from millstream.schedule.memory import assign_offsets
 from millstream.schedule.policies import POLICIES, Policy, plan_graph
@@ -15,13 +23,16 @@ __all__ = [
     "MOST_STREAMS",
     "POLICIES",
     "Assignment",
+    "Gaps",
     "Lifetime",
     "Policy",
     "Scheduling",
+    "assign_among",
     "assign_chains",
     "assign_list",
     "assign_offsets",
     "assign_slack",
+    "by_urgency",
     "critical_path",
     "critical_path_ns",
     "derive_lifetimes",

@@ -30,16 +30,23 @@ class Assignment:
     end_ns: int
 
     @classmethod
-    def of(cls, stream_of: Sequence[int], start_ns: Sequence[int], durations_ns: Sequence[int]) -> Assignment:
+    def of(
+        cls,
+        stream_of: Sequence[int],
+        start_ns: Sequence[int],
+        durations_ns: Sequence[int],
+        callers: Collection[int] = (),
+    ) -> Assignment:
         """Renumber the streams: unused ones fall away, and stream 0 is the one that ends last.
 
-        The caller's work continues after stream 0, so the longest stream needs no wait at the end.
+        The caller's work continues after stream 0, so the longest stream needs no wait at the end. With ``callers`` it
+        is the longest of these, as far as one of them is used: those of the caller's device.
         """
         ends = [start + duration for start, duration in zip(start_ns, durations_ns, strict=True)]
         last_on: dict[int, int] = {}
         for stream, end in zip(stream_of, ends, strict=True):
             last_on[stream] = max(last_on.get(stream, 0), end)
-        used = sorted(last_on, key=lambda stream: (-last_on[stream], stream))
+        used = sorted(last_on, key=lambda stream: (stream not in callers, -last_on[stream], stream))
         number_of = {stream: number for number, stream in enumerate(used)}
         return cls(tuple(number_of[stream] for stream in stream_of), tuple(start_ns), max(ends, default=0))
 
@@ -78,13 +85,13 @@ def assign_list(
         durations_ns: Of each kernel.
         wait_ns: How much later a kernel starts that waits for another stream.
         num_streams: How many streams there are.
-        lookahead: How far kernels may leave the order of the program; see ``_by_urgency``.
+        lookahead: How far kernels may leave the order of the program; see ``by_urgency``.
         apart: Kernels that have one of the streams for themselves, where there are two or more: they start as soon as
             they can, whatever else would fill the gap. Collectives, which leave the device to others for the most part.
     """
     ranks = rank_kernels(predecessors, durations_ns)
     builder = _Builder(predecessors, durations_ns, wait_ns, num_streams, apart)
-    for kernel in _by_urgency(predecessors, ranks, lookahead):
+    for kernel in by_urgency(predecessors, ranks, lookahead):
         builder.place(kernel)
     return builder.finish()
 
@@ -106,7 +113,7 @@ def assign_slack(
     ranks = rank_kernels(predecessors, durations_ns)
     bound_ns = max(max(ranks, default=0), sum(durations_ns) // num_streams)
     builder = _Builder(predecessors, durations_ns, wait_ns, num_streams, apart)
-    for kernel in _by_urgency(predecessors, ranks, lookahead):
+    for kernel in by_urgency(predecessors, ranks, lookahead):
         builder.place(kernel, early_ns=bound_ns - ranks[kernel])
     return builder.finish()
 
@@ -143,6 +150,29 @@ def assign_given(
     return Assignment.of(chosen, starts, durations_ns)
 
 
+def assign_among(
+    choices: Sequence[Sequence[int]],
+    predecessors: Sequence[Sequence[int]],
+    durations_ns: Sequence[int],
+    wait_ns: int,
+    callers: Collection[int],
+) -> Assignment:
+    """Assign kernels as ``assign_list`` does, each to one of the streams that it may have.
+
+    Args:
+        choices: By kernel: the streams of its device, or of the link that it crosses.
+        predecessors: As for the others, and so on.
+        durations_ns: Likewise.
+        wait_ns: Likewise.
+        callers: Streams of the caller's device; see ``Assignment.of``.
+    """
+    num_streams = 1 + max((stream for each in choices for stream in each), default=0)
+    builder = _Builder(predecessors, durations_ns, wait_ns, num_streams, ())
+    for kernel in by_urgency(predecessors, rank_kernels(predecessors, durations_ns)):
+        builder.place(kernel, choices[kernel])
+    return Assignment.of(builder.stream_of, builder.start_ns, durations_ns, callers)
+
+
 def assign_chains(
     predecessors: Sequence[Sequence[int]],
     durations_ns: Sequence[int],
@@ -164,19 +194,19 @@ def assign_chains(
         for predecessor in each:
             successors[predecessor].append(kernel)
     continues: dict[int, int] = {}
-    for kernel in _by_urgency(predecessors, ranks):
+    for kernel in by_urgency(predecessors, ranks):
         if kernel in apart:
             continue
         free = [successor for successor in successors[kernel] if successor not in continues and successor not in apart]
         if free:
             continues[max(free, key=lambda successor: (ranks[successor], -successor))] = kernel
     builder = _Builder(predecessors, durations_ns, wait_ns, num_streams, apart)
-    for kernel in _by_urgency(predecessors, ranks, lookahead):
-        builder.place(kernel, given=builder.stream_of[continues[kernel]] if kernel in continues else None)
+    for kernel in by_urgency(predecessors, ranks, lookahead):
+        builder.place(kernel, [builder.stream_of[continues[kernel]]] if kernel in continues else None)
     return builder.finish()
 
 
-def _by_urgency(
+def by_urgency(
     predecessors: Sequence[Sequence[int]], ranks: Sequence[int], lookahead: int | None = None
 ) -> Iterator[int]:
     """Go through the kernels by rank, predecessors before successors; of equals, the first in the program first.
@@ -226,6 +256,32 @@ class Assign(Protocol):
         ...
 
 
+class Gaps:
+    """When a stream has nothing to do: rising, and the last gap has no end.
+
+    Args:
+        shortest_ns: Of its kernels: shorter gaps are forgotten.
+    """
+
+    def __init__(self, shortest_ns: int) -> None:
+        self.starts, self.ends = [0], [_NEVER]
+        self.shortest_ns = max(shortest_ns, 1)
+
+    def find(self, ready: int, duration: int) -> tuple[int, int]:
+        """Return the index of the first gap that holds a kernel from some time on, and when that starts."""
+        index = bisect_left(self.ends, ready + duration)
+        while max(self.starts[index], ready) + duration > self.ends[index]:
+            index += 1
+        return index, max(self.starts[index], ready)
+
+    def fill(self, index: int, start: int, end: int) -> None:
+        """Cut a placed kernel out of a gap. Rests too short for any kernel are dropped, to keep the search short."""
+        rests = [(self.starts[index], start), (end, self.ends[index])]
+        kept = [(low, high) for low, high in rests if high - low >= self.shortest_ns]
+        self.starts[index : index + 1] = [low for low, _ in kept]
+        self.ends[index : index + 1] = [high for _, high in kept]
+
+
 class _Builder:
     """An assignment in the making: where each stream still has gaps."""
 
@@ -243,15 +299,13 @@ class _Builder:
         self.stream_of = [0] * len(durations_ns)
         self.start_ns = [0] * len(durations_ns)
         self.end_ns = [0] * len(durations_ns)
-        # Per stream the starts and ends of its gaps, rising; the last one has no end.
-        self.gap_starts: list[list[int]] = [[0] for _ in range(num_streams)]
-        self.gap_ends: list[list[int]] = [[_NEVER] for _ in range(num_streams)]
-        self.shortest_ns = min(durations_ns, default=0)
+        shortest_ns = min(durations_ns, default=0)
+        self.gaps = [Gaps(shortest_ns) for _ in range(num_streams)]
         self.apart = frozenset(apart if num_streams > 1 else ())
         self.num_shared = num_streams - bool(self.apart)  # the last one is theirs
 
-    def place(self, kernel: int, *, given: int | None = None, early_ns: int = -1) -> None:
-        """Put a kernel, whose predecessors are placed, on a given stream, or on the best that it may have.
+    def place(self, kernel: int, choice: Sequence[int] | None = None, *, early_ns: int = -1) -> None:
+        """Put a kernel, whose predecessors are placed, on the best of some streams, or of all that it may have.
 
         Starts up to ``early_ns`` are early enough: of those the one with the fewest waits is best.
         """
@@ -259,13 +313,11 @@ class _Builder:
         for predecessor in self.predecessors[kernel]:
             stream = self.stream_of[predecessor]
             latest_on[stream] = max(latest_on.get(stream, 0), self.end_ns[predecessor])
-        choice: Sequence[int] = [self.num_shared] if kernel in self.apart else range(self.num_shared)
         best: tuple[int, ...] | None = None
-        for stream in choice if given is None else [given]:
+        for stream in choice or ([self.num_shared] if kernel in self.apart else range(self.num_shared)):
             others = [end for other, end in latest_on.items() if other != stream]
             ready = max(latest_on.get(stream, 0), max(others, default=-self.wait_ns) + self.wait_ns)
-            gap = self._find_gap(stream, ready, self.durations_ns[kernel])
-            start = max(ready, self.gap_starts[stream][gap])
+            gap, start = self.gaps[stream].find(ready, self.durations_ns[kernel])
             merit = (-1, len(others)) if start <= early_ns else (start + len(others) * self.wait_ns, 0)
             candidate = (*merit, start, stream, gap)
             best = candidate if best is None else min(best, candidate)
@@ -274,23 +326,7 @@ class _Builder:
         self.stream_of[kernel] = stream
         self.start_ns[kernel] = start
         self.end_ns[kernel] = start + self.durations_ns[kernel]
-        self._fill_gap(stream, gap, start, self.end_ns[kernel])
-
-    def _find_gap(self, stream: int, ready: int, duration: int) -> int:
-        """Return the index of the first gap that holds a kernel from some time on."""
-        starts, ends = self.gap_starts[stream], self.gap_ends[stream]
-        index = bisect_left(ends, ready + duration)
-        while max(starts[index], ready) + duration > ends[index]:
-            index += 1
-        return index
-
-    def _fill_gap(self, stream: int, index: int, start: int, end: int) -> None:
-        """Cut a placed kernel out of a gap. Rests too short for any kernel are dropped, to keep the search short."""
-        starts, ends = self.gap_starts[stream], self.gap_ends[stream]
-        rests = [(starts[index], start), (end, ends[index])]
-        kept = [(low, high) for low, high in rests if high - low >= max(self.shortest_ns, 1)]
-        starts[index : index + 1] = [low for low, _ in kept]
-        ends[index : index + 1] = [high for _, high in kept]
+        self.gaps[stream].fill(gap, start, self.end_ns[kernel])
 
     def finish(self) -> Assignment:
         """Return what has been assigned."""

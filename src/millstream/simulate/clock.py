@@ -24,6 +24,7 @@ def simulate(plan: Plan, costs: Costs, *, shared: bool = True, issue_ns: int = 0
           ``crowding`` of its time, also where there is room. Overall, running together never takes longer than to run
           one after another.
         - The device starts at most one kernel every ``start_ns``.
+        - Devices have nothing in common; a copy from one to another is work of the link between them alone.
         - A stream that waits for another continues ``wait_ns`` after the event, or at once if that is past.
         - The run is over when stream 0 and all kernels are through.
 
@@ -34,7 +35,7 @@ def simulate(plan: Plan, costs: Costs, *, shared: bool = True, issue_ns: int = 0
     Args:
         plan: A valid plan; see ``validate_plan``.
         costs: Of its graph's kernels.
-        shared: Whether kernels share one device; otherwise each runs as if alone.
+        shared: Whether kernels share their device; otherwise each runs as if alone.
         issue_ns: Time the host takes for each launch; 0 for a captured graph.
 
     Raises:
@@ -65,7 +66,9 @@ class _Clock:
         self.costs = costs
         self.shared = shared
         self.now = 0
-        self.next_start = 0  # when the device may start another kernel
+        links = plan.graph.links
+        self.device_of = [links.get(kernel.id, (kernel.device,)) for kernel in plan.graph.kernels]
+        self.next_start = dict.fromkeys(self.device_of, 0)  # when a device may start another kernel
         self.free_at = [0] * plan.num_streams  # when a stream may continue with its next step
         self.running: dict[int, _Running] = {}  # by stream
         self.recorded: dict[int, tuple[int, int]] = {}  # by event: when, and on which stream
@@ -116,28 +119,38 @@ class _Clock:
         elif isinstance(step, Record):
             self.recorded[step.event] = (time, stream)
         elif isinstance(step, Launch):
-            time = self.free_at[stream] = max(time, self.next_start)
+            device = self.device_of[step.kernel]
+            time = self.free_at[stream] = max(time, self.next_start[device])
             if time > self.now:
                 return False
-            self.next_start = time + self.costs.start_ns
+            self.next_start[device] = time + self.costs.start_ns
             cost = self.costs.kernels[step.kernel]
             self.running[stream] = _Running(step.kernel, cost, time, float(cost.duration_ns))
         return True
 
     def _rates(self) -> dict[int, float]:
         """How fast each running kernel works, as a share of its speed when alone."""
-        count = len(self.running)
-        if not self.shared or count <= 1:
+        if not self.shared or len(self.running) <= 1:
             return dict.fromkeys(self.running, 1.0)
+        if len(self.next_start) == 1:
+            return self._rates_on_one(self.running)
+        beside: dict[tuple[str, ...], dict[int, _Running]] = {}
+        for stream, running in self.running.items():
+            beside.setdefault(self.device_of[running.kernel], {})[stream] = running
+        return {stream: rate for each in beside.values() for stream, rate in self._rates_on_one(each).items()}
+
+    def _rates_on_one(self, beside: dict[int, _Running]) -> dict[int, float]:
+        """Of kernels on one device."""
+        count = len(beside)
         crowd = 1.0 + self.costs.crowding * (count - 1)
-        compute = max(1.0, sum(r.cost.compute_share for r in self.running.values()))
-        memory = max(1.0, sum(r.cost.memory_share for r in self.running.values()))
+        compute = max(1.0, sum(r.cost.compute_share for r in beside.values()))
+        memory = max(1.0, sum(r.cost.memory_share for r in beside.values()))
         if compute == memory == 1.0:
-            return dict.fromkeys(self.running, 1.0 / min(crowd, count))
+            return dict.fromkeys(beside, 1.0 / min(crowd, count))
         return {
             stream: 1.0
             / min(crowd * max(compute if r.cost.compute_share else 1.0, memory if r.cost.memory_share else 1.0), count)
-            for stream, r in self.running.items()
+            for stream, r in beside.items()
         }
 
     def _pass_time(self, time: int, rates: dict[int, float]) -> None:

@@ -97,8 +97,8 @@ class CpuPlanner:
         share = max(self.num_threads // self._num_streams, 1)
         if any(each.is_promising(candidate_plans[0], ON_CPU) for each in candidate_plans[1:]):
             with intra_op_threads(share):
-                candidate_plans = self._propose(self._measure(inputs))
-        trial = _Trial(self._lowered, inputs, serial, prepare, share)
+                candidate_plans = self._propose(measure_kernels(self._lowered.program, self._serial, inputs))
+        trial = Trial(self._lowered, inputs, serial, prepare, share)
         best, self.candidates = choose(candidate_plans, trial, inf, ON_CPU)
         if best is candidate_plans[0]:
             self.costs = serial_costs  # not those of kernels with a part of the threads, which run no more
@@ -120,22 +120,28 @@ class CpuPlanner:
         self.costs = replace(estimate, kernels=tuple(kernels))
         return propose_threads(self._serial, self._serial_ns, self.costs, self._scheduling, self._num_streams)
 
-    def _measure(self, inputs: Sequence[Any]) -> Meter:
-        """Time the kernels one after another with the present number of intra-op threads."""
-        meter = Meter(len(self._serial.graph.kernels))
-        program = self._lowered.program
-        bound = bind_arena(program, assign_offsets(self._serial))
-        run = compile_plan(program, self._serial, bound, observe=meter.observe)
-        with unchanged(program, written(program, inputs), torch.default_generator) as rewind:
-            for _ in range(MEASURED_CALLS):
-                rewind()
-                run(list(inputs))
-        return meter
+
+def measure_kernels(program: Program, serial: Plan, inputs: Sequence[Any]) -> Meter:
+    """Time the kernels one after another with the present number of intra-op threads; nothing of the caller's changes.
+
+    Args:
+        program: What is run.
+        serial: Its plan on one stream.
+        inputs: Of the present call.
+    """
+    meter = Meter(len(serial.graph.kernels))
+    bound = bind_arena(program, assign_offsets(serial))
+    run = compile_plan(program, serial, bound, observe=meter.observe)
+    with unchanged(program, written(program, inputs), torch.default_generator) as rewind:
+        for _ in range(MEASURED_CALLS):
+            rewind()
+            run(list(inputs))
+    return meter
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """Times a plan in turn with the serial one.
+class Trial:
+    """Times a plan in turn with the serial one, or with another that is there to compare with.
 
     Attributes:
         lowered: What is run.

@@ -1,0 +1,202 @@
+"""Several devices in one program, on a CPU: devices are virtual, and all else is real.
+
+Each device has workers and an arena of its own, and what one needs of another is copied. So everything but the speed of
+a second device shows on a CPU. The engine for one device runs until it has settled, is a candidate ever after, and
+serves calls that find the workers busy: the state is the user's, on their device, so that both meet the same.
+
+**Contract**
+- Results have the bits that one device gives.
+- Unless this engine was asked for, placement is kept only where it was measured to be faster than one device.
+- What one device has no memory for is placed before it runs, by calculated costs.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import torch
+
+from millstream._torch.tensors import real_tensors
+from millstream.cost import Costs, KernelCost, Link, Rate, Roofline
+from millstream.engine.arena import bind_arenas
+from millstream.engine.cpu.cpu_choice import Trial, measure_kernels
+from millstream.engine.cpu.placed_program import find_constraints, place_program
+from millstream.engine.cpu.threads_native import Runner, compile_threads
+from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
+from millstream.engine.engine import Engine
+from millstream.engine.source import compile_plan
+from millstream.graph import CHOSEN, Candidate
+from millstream.locks import ForkSafeLock
+from millstream.lower import Lowered
+from millstream.placement import Machine, PlacedPlan, check_streams, place
+from millstream.program import Program
+from millstream.schedule import Scheduling, plan_serial
+from millstream.schedule.choose import ON_CPU, assess, choose
+
+LINK_BYTES, LINK_COPIES = 8 << 20, 5  # what is copied to see how quick that is, and how often
+LINK_LATENCY_NS = 5_000  # a thread that waits is told of a copy within this, in orders of magnitude
+
+
+@functools.cache
+def cpu_link() -> Link:
+    """What a copy costs on this machine: measured once, in some milliseconds."""
+    times = []
+    with real_tensors():  # it may be asked for while PyTorch compiles
+        source = torch.zeros(LINK_BYTES, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        for _ in range(LINK_COPIES):
+            start = time.perf_counter_ns()
+            target.copy_(source)
+            times.append(time.perf_counter_ns() - start)
+    rate = Rate(0, LINK_LATENCY_NS, LINK_BYTES * 1e9 / min(times))
+    return Link("memory", (rate,), "measured", measured_devices=2)
+
+
+class PlacedEngine(Engine):
+    """Runs a program on virtual devices of a CPU.
+
+    Args:
+        lowered: What to run, on the CPU.
+        one: Runs it on one device; ``None`` where it has no memory for that.
+        devices: Names; the first is the user's.
+        scheduling: Streams are those of each device.
+        asked: The engine that the user wants, whatever it takes: ``threads`` or ``serial``; ``None`` leaves it open.
+        memory_bytes: That temporaries and outputs may take on each device; ``None`` sets no bound.
+
+    Raises:
+        ArgumentError: They do not fit.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        one: Engine | None,
+        devices: Sequence[str],
+        scheduling: Scheduling,
+        *,
+        asked: str | None,
+        memory_bytes: int | None,
+    ) -> None:
+        super().__init__(lowered, plan_serial(lowered.program.graph) if one is None else one.plan)
+        self.name = asked or "threads"
+        self.one, self._asked = one, asked
+        most = torch.get_num_threads()
+        num_streams = scheduling.streams or max(most // len(devices), 1)
+        self._machine = functools.partial(Machine, tuple(devices), streams=num_streams, memory_bytes=memory_bytes)
+        self._num_threads = max(most // (len(devices) * num_streams), 1)
+        self._placed: PlacedPlan | None = None if one else self._place(Roofline().estimate(lowered.program.graph))
+        self._program: Program | None = None
+        self._settled = False
+        self._run: Runner | None = None
+        self._pool: WorkerPool | None = None  # that the run was made for
+        self._alone = ForkSafeLock()
+        self._candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def is_settled(self) -> bool:
+        return self._settled
+
+    @property
+    def costs(self) -> Costs | None:
+        if self._placed is not None:
+            return self._placed.costs
+        return None if self.one is None else self.one.costs
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        return self._candidates or (() if self.one is None else self.one.candidates)
+
+    @property
+    def shares_memory(self) -> bool:
+        return self._settled and self._placed is None and self.one is not None and self.one.shares_memory
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        if not self._settled and (self.one is None or self.one.is_settled):
+            self._find_plan(inputs)
+        if self._placed is not None:
+            return self._run_placed(inputs)
+        assert self.one is not None, "what does not fit on one device is placed"
+        result = self.one(inputs)
+        self.plan, self.name = self.one.plan, self.one.name
+        return result
+
+    def release(self) -> None:
+        self._run = None
+        if self.one is not None:
+            self.one.release()
+
+    def _find_plan(self, inputs: Sequence[Any]) -> None:
+        """Place, and take that if it was asked for, does not fit on one device, or is faster."""
+        program, one = self.lowered.program, self.one
+        self._settled = True
+        if one is None:
+            assert self._placed is not None, "it was placed at the start"
+            self._set_placed(self._placed)
+            return
+        costs = self._find_costs(one, inputs)
+        if self._asked is None and ON_CPU.leaves_nothing_to_gain(program.graph, costs, costs.total_ns):
+            return
+        placed = self._place(costs)
+        if len(placed.devices) < 2:
+            return
+        name, self.name = self.name, self._asked or "threads"
+        self._set_placed(placed)
+        first, candidate = assess(one.plan, costs), assess(self.plan, placed.costs)
+        if self._asked:
+            self._candidates = first.describe("not asked for"), candidate.describe(CHOSEN)
+            return
+        trial = Trial(self.lowered, inputs, one, lambda plan, share: self._run_placed, self._num_threads)
+        best, self._candidates = choose([first, candidate], trial, inf, ON_CPU)
+        if best is first:
+            self._placed = self._program = self._run = None
+            self.plan, self.name = one.plan, name
+
+    def _place(self, costs: Costs) -> PlacedPlan:
+        program = self.lowered.program
+        return place(program.graph, costs, self._machine(link=cpu_link()), find_constraints(program))
+
+    def _set_placed(self, placed: PlacedPlan) -> None:
+        check_streams(placed.plan)
+        self._placed, self._program = placed, place_program(self.lowered.program, placed.placement)
+        self.plan = plan_serial(placed.graph) if self.name == "serial" else placed.plan
+
+    def _find_costs(self, one: Engine, inputs: Sequence[Any]) -> Costs:
+        """What the kernels were measured to take on one device."""
+        if one.costs is not None:
+            return one.costs
+        graph = self.lowered.program.graph
+        with intra_op_threads(self._num_threads):
+            meter = measure_kernels(self.lowered.program, plan_serial(graph), inputs)
+        return replace(Roofline().estimate(graph), kernels=tuple(KernelCost(ns or 0) for ns in meter.least_ns))
+
+    def _run_placed(self, inputs: list[Any]) -> list[Any]:
+        """Run on all devices, or on one where another call has them."""
+        pool = worker_pool()
+        lock = self._alone.lock if self.name == "serial" else pool.busy
+        if not lock.acquire(blocking=self.one is None):
+            assert self.one is not None, "a call waits where there is no other way"
+            return self.one(inputs)
+        try:
+            if self._pool is not pool:
+                self._run, self._pool = None, pool
+            with intra_op_threads(self._num_threads):
+                return (self._run or self._prepare(pool))(inputs)
+        except BaseException:
+            self._run = None  # its signals may stand anyhow
+            raise
+        finally:
+            lock.release()
+
+    def _prepare(self, pool: WorkerPool) -> Runner:
+        assert self._program is not None, "it is placed"
+        bound = bind_arenas(self._program, self.plan)
+        if self.name == "serial":
+            self._run = run = compile_plan(self._program, self.plan, bound)
+        else:
+            self._run = run = compile_threads(self._program, self.plan, bound, pool, self._num_threads)
+        return run
