@@ -86,7 +86,7 @@ def build(
     if engine == "threads" and not on_cpu:
         obstacle = "it has kernels elsewhere than on the CPU."
     elif engine == "threads" and find_library() is None:
-        obstacle = f"{_native.why_not('threads') or 'tensors of this PyTorch are not known'}."
+        obstacle = _why_not_threads()
     elif engine == "threads" or (engine is None and on_cpu and not scheduling.serial and torch.get_num_threads() > 1):
         return ThreadsEngine(lowered, plan, scheduling, asked=engine is not None, arena=arena)
     elif engine != "serial":
@@ -128,7 +128,7 @@ def _build_placed(
     elif engine not in (None, "serial", "threads"):
         obstacle = f"the engine {engine} is for CUDA devices."
     elif engine != "serial" and find_library() is None:
-        obstacle = f"{why_not_build() or 'threads.cpp cannot be compiled'}."
+        obstacle = _why_not_threads()
     if obstacle:
         alone = build_alone()
         alone.notes.append(f"{graph.name} runs on one device: {obstacle}")
@@ -146,6 +146,11 @@ def _plan_like(known: Plan, serial: Plan, budget: int) -> Plan:
         return serial
     alike = plan_alike(serial.graph, known)
     return alike if peak_bytes(alike) <= budget else serial
+
+
+def _why_not_threads() -> str:
+    """Say in a few words why nothing can run on threads, which has turned out."""
+    return f"{_native.why_not('threads') or 'tensors of this PyTorch are not known'}."
 
 
 def why_not_capture() -> str:
