@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from millstream.errors import ArgumentError
 from millstream.lower import check_options
-from millstream.schedule import HAND_STREAMS, Scheduling
+from millstream.schedule import HAND_STREAMS, Scheduling, Tune
 
 #: Names that ``engine=`` and ``MILLSTREAM_ENGINE`` accept.
 ENGINES = ("serial", "streams", "graph", "threads")
@@ -83,7 +83,7 @@ class Settings:
         streams: int | str = "auto",
         policy: str | None = None,
         memory: float | int = 1.25,
-        tune: Literal["first", "background"] = "first",
+        tune: Tune = "first",
         **others: Any,
     ) -> Settings:
         """Turn the arguments into settings; ``"auto"`` leaves the number of streams open.

@@ -14,6 +14,7 @@ from torch import nn
 import millstream as ms
 from millstream import kernels, passes
 from millstream._torch.workarounds import without
+from millstream.lower.alternatives.table import ALTERNATIVES
 from millstream.lower.pass_list import PASSES, check_names
 from millstream.lower.workarounds import CAPTURED, JOINT
 from millstream.passes.gradients import split_gradients
@@ -168,3 +169,10 @@ def test_a_pass_tells_which_lines_it_changes(caplog):
         Pass("none", "does nothing", lambda gm: None)(graph)
     (message,) = told(caplog)
     assert message.startswith("some: 4 nodes, now 3\n  - %neg")
+
+
+def test_each_alternative_is_in_the_reference():
+    page = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    section = page.partition("## Alternatives")[2].partition("\n## ")[0]
+    told = re.findall(r"^\| `(\S+)` \| (.+?) \|$", section, re.MULTILINE)
+    assert told == [(each.name, each.effect) for each in ALTERNATIVES]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 from weakref import WeakValueDictionary
 
@@ -14,9 +15,10 @@ from millstream._torch.compiler.dynamo import is_compiled_by_torch
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.model import Builder, Compiled, CompiledModule, Compiler, compile_module
 from millstream.capture.step.step import Step
-from millstream.engine import BySize, Engine, Family, OneOfMany, build
+from millstream.engine import BySize, Engine, Family, Improving, OneOfMany, build
 from millstream.errors import ArgumentError, names_are_suggested
 from millstream.lower import Lowered, LoweredForSizes
+from millstream.schedule import Tune
 from millstream.settings import Settings
 
 #: A module or a function; what it is compiled to is used like it.
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
         streams: int | Literal["auto", "manual"]
         policy: str | None
         memory: float | int
-        tune: Literal["first", "background"]
+        tune: Tune
         copy_outputs: bool
         strict: bool
         max_graphs: int
@@ -74,7 +76,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     streams: int | Literal["auto", "manual"] = "auto",
     policy: str | None = None,
     memory: float | int = 1.25,
-    tune: Literal["first", "background"] = "first",
+    tune: Tune = "first",
     freeze: bool = False,
     copy_outputs: bool = True,
     strict: bool = False,
@@ -106,7 +108,9 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
             program holds when it runs on one stream, parameters and inputs included, where 2 MiB more than one stream
             takes (64 MiB on the CPU) are always allowed. Over it, plans take fewer streams.
         tune: When a plan is chosen on a GPU: by the first calls, or with ``"background"`` between later ones, within
-            2 % of the time; one stream runs meanwhile. Results have the same bits, whichever plan runs.
+            2 % of the time; one stream runs meanwhile. Results have the same bits, whichever plan runs. Alternatives to
+            its kernels, which round otherwise, are tried between later calls, within 5 % of the time (2 % with
+            ``"background"``), or with ``"now"`` by the first calls.
         freeze: Fold the parameters into the graph as constants (inference under ``torch.no_grad`` only): their later
             changes are not seen.
         copy_outputs: Whether results are the caller's own. With ``False``, on a GPU, the next call overwrites them.
@@ -114,7 +118,8 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         max_graphs: So many graphs keep their memory between calls; beyond, the one unused for longest gives its memory
             back.
         options: Options of TorchInductor, such as ``{"max_autotune": True}``; ``{"own_kernels": False}`` does without
-            our kernels for convolutions and linear layers.
+            our kernels for convolutions and linear layers, ``{"alternatives": False}`` without alternatives, and with
+            ``{"reproducible": True}`` no clock decides what rounds.
         devices: Devices that kernels may be placed on, the user's first: ``["cpu:0", "cpu:1"]`` are two virtual ones
             of a CPU, to try it on. Parameters and results stay on the first. Kept where it is measured to be faster
             than one device, or where the engine is given; ``memory=`` in bytes bounds each device.
@@ -201,6 +206,18 @@ def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
     return _compiler(settings, "millstream")(gm, inputs)
 
 
+def improving(lowered: Lowered, settings: Settings, make: Callable[[Lowered], Engine]) -> Engine | Improving:
+    """What runs a program, and tries alternatives to its kernels where there may be some."""
+
+    def make_variant(variant: Lowered, usual: Engine) -> Engine:  # with as many streams: no plans are tried for it
+        scheduling = replace(settings.scheduling, streams=settings.scheduling.streams or usual.num_streams)
+        return build(variant, replace(settings, scheduling=scheduling))
+
+    if lowered.variants is None or settings.devices:
+        return make(replace(lowered, variants=None))
+    return Improving(lowered, make, make_variant, settings.scheduling.tune)
+
+
 def new_builder(settings: Settings, warn: Callable[[str], None]) -> Builder:
     """A builder for the programs of one graph, whose forward and backward know each other."""
     families: WeakValueDictionary[Hashable, Family] = WeakValueDictionary()
@@ -212,9 +229,9 @@ def new_builder(settings: Settings, warn: Callable[[str], None]) -> Builder:
     def make_for_size(lowered: Lowered, key: Hashable, one_of_many: OneOfMany) -> Engine:
         return make(lowered, families.setdefault(key, Family()), one_of_many)
 
-    def finish(lowered: Lowered | LoweredForSizes) -> Engine | BySize:
+    def finish(lowered: Lowered | LoweredForSizes) -> Engine | BySize | Improving:
         if isinstance(lowered, Lowered):
-            return make(lowered, own)
+            return improving(lowered, settings, lambda lowered: make(lowered, own))
         at_once = settings.engine is not None or bool(os.environ.get("MILLSTREAM_ENGINE"))
         return BySize(lowered, make_for_size, at_once=at_once)
 

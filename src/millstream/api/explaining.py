@@ -13,7 +13,7 @@ from millstream.capture.model import Compiled, CompiledModule
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.step import Step
 from millstream.cost import Roofline
-from millstream.engine import AgreedEngine, BySize, Engine
+from millstream.engine import AgreedEngine, BySize, Engine, Improving
 from millstream.engine.traced import trace_run, why_not_trace
 from millstream.errors import ArgumentError, LoweringError
 from millstream.graph import Role
@@ -55,12 +55,12 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
         made = [
             (one, (*graph.effects.notes, *notes))
             for graph in compiled.graphs
-            for one in getattr(graph.executable, "executables", ())
+            for one in map(_present, getattr(graph.executable, "executables", ()))
         ]
     else:
         compiler = _compiled(compiled).compiler
         name, fallbacks, captures = compiler.name, tuple(compiler.fallbacks), ()
-        made = [(one, ()) for graph in compiler.graphs for one in graph.executables]
+        made = [(_present(one), ()) for graph in compiler.graphs for one in graph.executables]
     static = None if size is None else _at_one_size([one for one, _ in made], size)
     programs = tuple(
         replace(_report(executable, effects, measure=measure), one_size=one_size)
@@ -138,6 +138,7 @@ def _report(executable: Engine, effects: Sequence[str] = (), *, measure: bool = 
         is_calculated=is_calculated,
         timeline=timeline,
         candidates=executable.candidates,
+        alternatives=executable.tried,
         num_in_place=executable.num_in_place,
         inputs=tuple(_describe_inputs(executable.lowered.program)),
     )
@@ -216,9 +217,15 @@ def _behind(graph: StepGraph) -> Sequence[Engine]:
     return _flat(getattr(graph.executable, "executables", ()))
 
 
-def _flat(made: Iterable[Engine | BySize]) -> list[Engine]:
+def _flat(made: Iterable[Engine | BySize | Improving]) -> list[Engine]:
     """Those of programs for many sizes, too."""
-    return [one for executable in made for one in (executable if isinstance(executable, BySize) else [executable])]
+    present = map(_present, made)
+    return [one for executable in present for one in (executable if isinstance(executable, BySize) else [executable])]
+
+
+def _present(made: Any) -> Any:
+    """What runs at present where alternatives are tried."""
+    return made.current if isinstance(made, Improving) else made
 
 
 def _function_of(compiled: Any) -> Any:

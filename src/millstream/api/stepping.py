@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 
-from millstream.api.compiling import new_builder
+from millstream.api.compiling import improving, new_builder
 from millstream.capture.model import Runnable
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.program import StepProgram
@@ -19,6 +19,7 @@ from millstream.engine import AgreedEngine
 from millstream.engine import build as build_engine
 from millstream.errors import ArgumentError, CaptureError, names_are_suggested, warn_user
 from millstream.lower import Lowered, LoweredForSizes
+from millstream.schedule import Tune
 from millstream.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     streams: int | Literal["auto", "manual"] = "auto",
     policy: str | None = None,
     memory: float | int = 1.25,
-    tune: Literal["first", "background"] = "first",
+    tune: Tune = "first",
     copy_outputs: bool = True,
     strict: bool = False,
     max_graphs: int = 8,
@@ -91,7 +92,8 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             by hand in the step.
         policy: How kernels are put on streams: ``"list"``, ``"slack"``, ``"chains"`` or ``"serial"``; ``None`` chooses.
         memory: Budget, in bytes as an ``int``, or as a ``float`` a factor of what one stream takes.
-        tune: When a plan is chosen on a GPU: by the first calls, or with ``"background"`` between later ones.
+        tune: When a plan is chosen on a GPU: by the first calls, or with ``"background"`` between later ones;
+            alternatives to its kernels are tried between later calls, or with ``"now"`` by the first ones, too.
         copy_outputs: Whether results are the caller's own. With ``False``, on a GPU, the next call overwrites them.
         strict: Raise ``CaptureError`` where otherwise a warning is given and the function runs eagerly.
         max_graphs: At most so many graphs (input shapes, modes, numbers) are kept; the one unused longest is dropped.
@@ -107,7 +109,8 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             Each process has the gradients of its share; ``clip_grad_norm_`` knows that. See ``ms.full_state_dict``.
         dynamic: Whether sizes of arguments are symbolic, so that one graph serves all: ``None`` makes those symbolic
             that were seen to change, ``True`` all from the first capture on, ``False`` none.
-        options: Options of TorchInductor, and ``own_kernels``, as of ``ms.compile``.
+        options: Options of TorchInductor, and ``own_kernels``, ``alternatives`` and ``reproducible``, as of
+            ``ms.compile``.
         devices: Devices that kernels may be placed on, the user's first, as of ``ms.compile``.
 
     What it shares with ``ms.compile`` is told there at more length.
@@ -164,7 +167,9 @@ def _step(settings: Settings, how: dict[str, Any], fn: Callable[..., Any]) -> St
         for_sizes = new_builder(settings, warn)
 
         def build(lowered: Lowered | LoweredForSizes) -> Runnable:
-            return build_engine(lowered, settings, warn=warn) if isinstance(lowered, Lowered) else for_sizes(lowered)
+            if not isinstance(lowered, Lowered):
+                return for_sizes(lowered)
+            return improving(lowered, settings, lambda lowered: build_engine(lowered, settings, warn=warn))
 
         def join(*args: Any, **kwargs: Any) -> AgreedEngine:
             if settings.devices:

@@ -6,6 +6,7 @@ from millstream.engine.cpu.placed_program import find_constraints
 from millstream.engine.cuda.captured import Family
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.engine import Engine
+from millstream.engine.improving import Improving
 from millstream.engine.parallel.agreed import AgreedEngine
 from millstream.engine.serial import SerialEngine
 from millstream.engine.streams import StreamsEngine
@@ -16,6 +17,7 @@ __all__ = [
     "CudaGraphEngine",
     "Engine",
     "Family",
+    "Improving",
     "OneOfMany",
     "SerialEngine",
     "StreamsEngine",

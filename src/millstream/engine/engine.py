@@ -25,6 +25,7 @@ class Engine:
     Attributes:
         name: Of the engine, as ``engine=`` has it.
         notes: Why it does not run as asked for, or not as well as it might; empty when it does.
+        tried: What came of alternatives to its kernels.
         gives_memory_back: Whether what ``release`` gives back goes to the device, rather than to a pool for others.
     """
 
@@ -33,6 +34,7 @@ class Engine:
     def __init__(self, lowered: Lowered, plan: Plan) -> None:
         self.lowered, self.plan = lowered, plan
         self.notes: list[str] = []
+        self.tried = lowered.tried
         self.gives_memory_back = False
 
     def __call__(self, inputs: list[Any]) -> list[Any]:  # noqa: ARG002

@@ -36,6 +36,8 @@ from millstream.errors import ArgumentError, LoweringError, MillstreamError, Mis
 from millstream.kernels import registry
 from millstream.kernels.launches import Launch, compiling
 from millstream.lower import workarounds
+from millstream.lower.alternatives.table import options_of, rewrite_for
+from millstream.lower.alternatives.variants import Choosing, Pointer, Variants, find_choice, may_try, take_options, vary
 from millstream.lower.bodies import has_control_flow, take_control_flow
 from millstream.lower.failures import other_tries
 from millstream.lower.inductor.accesses import check_values, noting
@@ -54,6 +56,7 @@ from millstream.lower.translate import translate
 from millstream.lower.updates import updates_of
 from millstream.lower.views import check_views
 from millstream.program import Program, Value
+from millstream.schedule.improve import Tried
 from millstream.signals import signals_wait
 
 
@@ -78,6 +81,8 @@ class Lowered:
         record: Its place on disk, if it has one.
         keep_step: Called once it has shown that a step's inputs and results are passed on as they are, with the tensors
             that are passed before them: then it can be found by the step's own graph, before AOT autograd.
+        variants: How it can be lowered otherwise, where that may be tried.
+        tried: What came of alternatives in an earlier process.
     """
 
     program: Program
@@ -86,6 +91,13 @@ class Lowered:
     seconds: float
     record: Record | None = None
     keep_step: Callable[[list[Any]], None] | None = None
+    variants: Variants[Lowered] | None = None
+    tried: tuple[Tried, ...] = ()
+
+    @property
+    def may_vary(self) -> bool:
+        """Whether it may be lowered otherwise later: nobody else reads what it saves, and nothing was tried before."""
+        return self.phase in (Phase.INFERENCE, Phase.STEP) and not self.tried
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,28 @@ class Cutting:
     names: Sequence[str] = ()
 
 
+_OWN_OPTIONS = ("own_kernels", "alternatives", "reproducible")
+
+
+@contextlib.contextmanager
+def _surroundings(options: dict[str, Any], off: Sequence[str], *, is_step: bool) -> Iterator[None]:
+    """What a graph is lowered in, now or later."""
+    with (
+        compile_lock,  # in torch 2.11 options are those of all threads
+        no_collections(),
+        workarounds.without(off),
+        traces_unnoticed(),
+        torch.no_grad() if is_step else contextlib.nullcontext(),
+        # A step's graph has its casts: its operators are not to be cast by what the caller is in.
+        without_autocast() if is_step else contextlib.nullcontext(),
+        inductor_config.patch(options),
+        workarounds.tracing(),
+        # A cached AOT artefact would skip the lowering, which is all we are here for.
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
 #: Told why a graph could not be lowered, and how it runs instead.
 Refuse = Callable[[Exception, str], None]
 
@@ -146,9 +180,10 @@ def check_options(options: dict[str, Any]) -> None:
     Raises:
         ArgumentError: One is unknown, or has no meaning.
     """
-    known = frozenset({*torch._inductor.list_options(), "own_kernels"})
-    if not isinstance(own := options.get("own_kernels", True), bool):
-        raise ArgumentError(f"The option own_kernels={own!r} is neither True nor False.")
+    known = frozenset({*torch._inductor.list_options(), *_OWN_OPTIONS})
+    for name in _OWN_OPTIONS:
+        if not isinstance(own := options.get(name, True), bool):
+            raise ArgumentError(f"The option {name}={own!r} is neither True nor False.")
     for name in options:
         if name not in known:
             raise ArgumentError(
@@ -158,7 +193,7 @@ def check_options(options: dict[str, Any]) -> None:
             )
 
 
-def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a default
+def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, each with a default
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     finish: Finish,
@@ -179,7 +214,8 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         refuse: Called with the reason when a program cannot be had; returning means: continue with plain Inductor, and
             called again where that fails too, with plain Python.
         name: Name of the graph, for people.
-        options: Further Inductor options, such as autotuning, and ``own_kernels``.
+        options: Further Inductor options, such as autotuning, and ours: ``own_kernels``, ``alternatives``,
+            ``reproducible``.
         step_state: For a whole training step: positions of the inputs whose memory stays the same between calls.
         freeze: Without gradients, fold the parameters that are attributes of the graph.
         cutting: What is done with a graph that has collectives, instead of ``finish``.
@@ -188,10 +224,19 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         A callable on the flat inputs that returns the flat outputs.
     """
     options = dict(options or {})
-    off = [] if options.pop("own_kernels", True) else [registry.SWITCH]
+    off, is_fixed = take_options(options)
+    off += [] if options.pop("own_kernels", True) else [registry.SWITCH]
     check_names(left_out())
     num_inputs = len(inputs)  # not they themselves, for later: they are a batch
     ask_early(inputs)
+
+    chosen = {
+        "freezing": step_state is None and (freeze or inductor_config.freezing),
+        **check_classes(gm.graph, inputs),
+        **options,
+        "joint_custom_post_pass": workarounds.JointPasses(_user_pass(options)),
+    }
+    surroundings = partial(_surroundings, chosen, off, is_step=step_state is not None)
 
     @signals_wait(interrupts_wait=False)  # the backward pass is lowered when it is needed, by then outside of Dynamo
     @no_collections()
@@ -212,9 +257,15 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
                 segments = replace(cut(fresh, cutting.max_cuts), updates=updates)
                 programs = list(_lower_segments(segments, kwargs, f"{name}.{phase}", phase, static, settings))
                 return _boxed(cutting.finish(segments, programs))
-            lowered = _lower(fresh, example_inputs, kwargs, f"{name}.{phase}", phase, static, settings)
+            lower = partial(_lower, kwargs=kwargs, name=f"{name}.{phase}", phase=phase, static=static, options=settings)
+            lowered = lower(fresh, example_inputs, choosing=Choosing(is_fixed=is_fixed))
+            pointer = None
             if step is not None and not without and lowered.record is not None:
-                lowered = replace(lowered, keep_step=partial(step.point_to, lowered.record))
+                pointer = Pointer(step, lowered.record)
+                lowered = replace(lowered, keep_step=pointer.keep_step)
+            if may_try(is_fixed=is_fixed) and isinstance(lowered, Lowered) and lowered.may_vary:
+                again = vary(graph, lowered.record, lower, surroundings, pointer, is_step=step_state is not None)
+                lowered = replace(lowered, variants=again)
             return _boxed(finish(lowered))
 
         try:
@@ -222,28 +273,13 @@ def compile_graph(  # noqa: PLR0913  all but the first four by name, each with a
         except Exception as error:  # noqa: BLE001  whatever private Inductor code raises: plain Inductor is always possible
             return _run_otherwise(error, graph, example_inputs, kwargs, options, refuse)
 
-    with (
-        compile_lock,  # in torch 2.11 options are those of all threads
-        no_collections(),
-        workarounds.without(off),
-        traces_unnoticed(),
-        torch.no_grad() if step_state is not None else contextlib.nullcontext(),
-        # A step's graph has its casts: its operators are not to be cast by what the caller is in.
-        without_autocast() if step_state is not None else contextlib.nullcontext(),
-        inductor_config.patch({"freezing": step_state is None and (freeze or inductor_config.freezing)}),
-        inductor_config.patch({**check_classes(gm.graph, inputs), **options}),
-        inductor_config.patch(joint_custom_post_pass=workarounds.JointPasses(_user_pass(options))),
-        workarounds.tracing(),
-        # A cached AOT artefact would skip the lowering, which is all we are here for.
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
+    with surroundings():
         start = time.perf_counter()
         progress.phase("looking on disk")
-        step = open_record(gm, inputs, {"step": step_state}, {}) if step_state is not None else None
+        facts = {"step": step_state, **({"reproducible": True} if is_fixed else {})}
+        step = open_record(gm, inputs, facts, {}) if step_state is not None else None
         if step is not None and (found := step.load()) is not None:
-            program = _named(found.program, f"{name}.{Phase.STEP}")
-            visible = frozenset(range(len(program.outputs)))
-            run = finish(_as_lowered(program, Phase.STEP, visible, start, step))
+            run = finish(_from_disk(found, step, f"{name}.{Phase.STEP}", start, is_fixed=is_fixed))
             return lambda *inputs: run([*found.added, *inputs])
         progress.phase("preparing the graph")
         workarounds.mend_captured(gm)
@@ -337,12 +373,13 @@ def _lower(
     phase: Phase,
     static: frozenset[int],
     options: dict[str, Any],
+    choosing: Choosing = Choosing(),  # noqa: B008  which cannot be changed
 ) -> Lowered | LoweredForSizes:
     start = time.perf_counter()
     check_views(graph)
     visible = frozenset(_visible_outputs(graph) if phase is Phase.FORWARD else range(len(_outputs(graph))))
     facts = {"phase": str(phase), "static": static, "layout_opt": kwargs.get("layout_opt")}
-    record = open_record(graph, inputs, facts, options)
+    choice, tried, record = choosing.decide(lambda: open_record(graph, inputs, facts, options))
     symbolic = False
     with contextlib.ExitStack() as stack:
         # Inductor may ask all ranks about collectives: none may wait for another one here.
@@ -351,10 +388,22 @@ def _lower(
             program = _named(found.program, name)
             _tell_strides(found.strides)
         else:
-            program, wrapper, symbolic = _lower_anew(graph, inputs, kwargs, name, phase, static, options)
+            with options_of(choice) as others:
+                rewrite_for(choice, graph)
+                settings = {**options, **others}
+                program, wrapper, symbolic = _lower_anew(graph, inputs, kwargs, name, phase, static, settings)
             if record is not None:
                 record.save(program, wrapper, _told_strides())
-    return _as_lowered(program, phase, visible, start, record, symbolic=symbolic)
+    lowered = _as_lowered(program, phase, visible, start, record, symbolic=symbolic)
+    return replace(lowered, tried=tried) if isinstance(lowered, Lowered) else lowered
+
+
+def _from_disk(found: Found, step: Record, name: str, start: float, *, is_fixed: bool) -> Lowered | LoweredForSizes:
+    """The program that a step's own graph stands for."""
+    program = _named(found.program, name)
+    lowered = _as_lowered(program, Phase.STEP, frozenset(range(len(program.outputs))), start, step)
+    _, tried = find_choice(step, is_fixed=is_fixed)
+    return replace(lowered, tried=tried) if isinstance(lowered, Lowered) else lowered
 
 
 def _find(record: Record | None, stack: contextlib.ExitStack, *, waits: bool) -> Found | None:

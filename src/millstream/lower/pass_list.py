@@ -10,6 +10,7 @@ from millstream._torch.workarounds import PARTS
 from millstream.errors import did_you_mean
 from millstream.kernels import registry
 from millstream.lower import workarounds
+from millstream.lower.alternatives.table import ALTERNATIVES
 from millstream.passes import cleanup, gradients, selecting
 from millstream.passes.graph_pass import Pass
 
@@ -36,7 +37,7 @@ PASSES: tuple[Pass[..., Any], ...] = (
 def check_names(left_out: frozenset[str]) -> None:
     """Log once what ``MILLSTREAM_WITHOUT`` names and does not exist: it would have no effect, and nobody would know."""
     known = {*PARTS, *(each.issue for each in workarounds.WORKAROUNDS), *(each.name for each in PASSES)}
-    known.update(each.name for each in registry.FAMILIES)
+    known.update(each.name for each in (*registry.FAMILIES, *ALTERNATIVES))
     for name in sorted(left_out - known):
         logging.getLogger("millstream.passes").warning(
             "MILLSTREAM_WITHOUT names %r, which cannot be left out.%s", name, did_you_mean(name, known)

@@ -18,6 +18,7 @@ from millstream.report.pictures.terminal import sketch_streams
 from millstream.report.placed import device_data, device_lines
 from millstream.report.sizes import OneSize
 from millstream.report.words import count, duration, operations, percent, shorten, size, table
+from millstream.schedule.improve import Tried
 from millstream.simulate import simulate
 
 _WIDTH = 118  # characters of a line
@@ -26,6 +27,7 @@ _FAR = 1.5  # times the prediction: what that says need not be so
 _TOO_LONG = 3  # times what a run takes: so long a prediction is of kernels measured beside other work of the machine
 _SLOWEST, _SLOWEST_NS = 50, 100_000  # times what bytes and operations need, and at least: no CPU's kernel takes longer
 _IMPLAUSIBLE = "kernels seem to have been measured while the machine did other things"
+_GROUPS = 56  # characters that name groups of sites
 _INPUTS = 6  # kinds of inputs that are listed
 
 
@@ -45,6 +47,7 @@ class ProgramReport:
             of them is called so, and nothing is said of what bounds the run.
         timeline: A run of it, traced on the device.
         candidates: The plans that this one was chosen from.
+        alternatives: What came of other ways to compute some of its kernels.
         num_in_place: Graphs that read inputs where callers have them, beside the one that copies them.
         inputs: Type and shape of each input that is no parameter or other state, as far as they are known: they tell
             programs of one function apart.
@@ -61,6 +64,7 @@ class ProgramReport:
     is_calculated: bool = False
     timeline: Timeline | None = None
     candidates: tuple[Candidate, ...] = ()
+    alternatives: tuple[Tried, ...] = ()
     num_in_place: int = 0
     inputs: tuple[str, ...] = ()
     one_size: OneSize | None = None
@@ -234,6 +238,7 @@ class ProgramReport:
             "times_ns": None if account is None else self._times_ns(account),
             "critical_path": [] if account is None else list(account.critical_path),
             "candidates": [asdict(candidate) for candidate in self.candidates],
+            "alternatives": [asdict(each) for each in self.alternatives],
             "timelines": {kind: _timeline_data(account.timeline) for kind, account in self.accounts.items()},
             "idle_ns_by_cause": self.idle_by_cause,
             "memory_bytes": self.memory(),
@@ -267,6 +272,7 @@ class ProgramReport:
         for account in list(self.accounts.values())[:1]:
             lines += [f"  {line}" for line in sketch_streams(account.timeline)] if self.streams > 1 else []
         lines += _candidate_lines(self.candidates)
+        lines += _alternative_lines(self.alternatives)
         rows = [
             (str(kind), str(number), size(moved), operations(flops))
             for kind, (number, moved, flops) in self.by_kind().items()
@@ -403,6 +409,22 @@ def _kernel_data(kernel: Kernel) -> dict[str, Any]:
 
 def _timeline_data(timeline: Timeline) -> dict[str, Any]:
     return {"end_ns": timeline.end_ns, "streams": timeline.num_streams, "spans": [asdict(s) for s in timeline.spans]}
+
+
+def _alternative_lines(alternatives: Sequence[Tried]) -> list[str]:
+    """What was tried in place of the usual kernels, at which sites, and what the whole program took."""
+    rows = [
+        (
+            each.alternative,
+            shorten("; ".join(each.groups), _GROUPS),
+            str(each.sites),
+            duration(each.usual_ns),
+            duration(each.own_ns),
+            each.outcome,
+        )
+        for each in alternatives
+    ]
+    return table(("alternative", "at", "sites", "without", "with", "outcome"), rows, right={2, 3, 4}) if rows else []
 
 
 def _candidate_lines(candidates: Sequence[Candidate]) -> list[str]:

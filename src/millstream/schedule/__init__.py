@@ -14,7 +14,7 @@ from millstream.schedule.lifetimes import Lifetime, derive_lifetimes, peak_bytes
 from millstream.schedule.memory import assign_offsets
 from millstream.schedule.policies import POLICIES, Policy, plan_graph
 from millstream.schedule.ranking import critical_path, critical_path_ns, rank_kernels
-from millstream.schedule.scheduling import HAND_STREAMS, MOST_STREAMS, Scheduling
+from millstream.schedule.scheduling import HAND_STREAMS, MOST_STREAMS, Scheduling, Tune
 from millstream.schedule.serial import plan_alike, plan_serial
 from millstream.schedule.waits import place_waits
 
@@ -27,6 +27,7 @@ __all__ = [
     "Lifetime",
     "Policy",
     "Scheduling",
+    "Tune",
     "assign_among",
     "assign_chains",
     "assign_list",

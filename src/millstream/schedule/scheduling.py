@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 from millstream.errors import ArgumentError
 from millstream.graph import PLANNED_ROLES, Plan
@@ -14,6 +14,9 @@ from millstream.schedule.policies import POLICIES
 HAND_STREAMS = 8  # ``streams="manual"`` takes as many as are written down, and at most so many
 MOST_STREAMS = 1024  # more than any device runs at one time; a plan keeps books for each
 GRANULE_BYTES = 2 << 20  # PyTorch's allocator takes no less from a GPU: so much more never counts as too much
+
+Tune = Literal["first", "background", "now"]
+"""When something is measured to be chosen from."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +29,17 @@ class Scheduling:
         memory: Budget: for temporaries and outputs in bytes as an ``int``, or as a ``float`` a factor of all that the
             program holds when it runs on one stream, parameters and inputs included.
         tune: When a plan is chosen: by the first calls, or between later ones (``background``). What is chosen from is
-            the same.
+            the same. With ``now``, alternatives to its kernels are tried by the first calls, too.
     """
 
     streams: int | None = None
     policy: str | None = None
     memory: float | int = 1.25
-    tune: Literal["first", "background"] = field(default="first", repr=False)  # a choice on disk serves both
+    tune: Tune = field(default="first", repr=False)  # a choice on disk serves all
 
     def __post_init__(self) -> None:
-        if self.tune not in ("first", "background"):
-            raise ArgumentError(f"tune={self.tune!r} says not when; choose 'first' or 'background'.")
+        if self.tune not in get_args(Tune):
+            raise ArgumentError(f"tune={self.tune!r} says not when; choose 'first', 'background' or 'now'.")
         if self.streams is not None and (
             not isinstance(self.streams, int) or isinstance(self.streams, bool) or self.streams < 1
         ):

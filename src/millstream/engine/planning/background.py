@@ -1,7 +1,7 @@
 """The choice of a plan in pieces, between the calls of a program: ``tune="background"``.
 
 **Contract**
-- Pieces take at most ``SHARE`` of the time since the first of them was asked for, as far as the longest so far tells
+- Pieces take at most a share of the time since the first of them was asked for, as far as the longest so far tells
   how long the next one takes.
 - What a piece does leaves no trace: the choice itself sees to that.
 """
@@ -23,23 +23,32 @@ class Background(Generic[Result]):
     Args:
         steps: The work; it yields before each piece.
         clock: Seconds.
+        share: Of the time.
+        longest: Seconds that the first piece is taken to last.
 
     Attributes:
         result: What the work came to; ``None`` before.
         is_over: Whether it is done.
     """
 
-    def __init__(self, steps: Generator[None, None, Result], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        steps: Generator[None, None, Result],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        share: float = SHARE,
+        longest: float = 0.0,
+    ) -> None:
         self.result: Result | None = None
         self.is_over = False
         self._steps, self._clock = steps, clock
-        self._since = clock()
-        self._spent = self._longest = 0.0
+        self._since, self._share = clock(), share
+        self._spent, self._longest = 0.0, longest
 
     @property
     def is_due(self) -> bool:
         """Whether there has been time enough for one more piece."""
-        return not self.is_over and self._spent + self._longest <= SHARE * (self._clock() - self._since)
+        return not self.is_over and self._spent + self._longest <= self._share * (self._clock() - self._since)
 
     def advance(self) -> None:
         """Do the next piece.

@@ -13,6 +13,7 @@ autograd has made another of it.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -173,6 +174,21 @@ class Record:
         self.used = encoder.used
         free = (variant for variant in range(MOST_VARIANTS) if not _path(self.digest, variant).exists())
         _write(self.digest, content, next(free, 0) if self.symbols else 0)
+
+    def variant(self, choice: object) -> Record:
+        """The record of another program of the same graph."""
+        other = copy.copy(self)
+        other.digest = hashlib.sha256(f"{self.digest}{choice}".encode()).hexdigest()
+        other.used = None
+        return other
+
+    def note_choice(self, noted: Mapping[str, Any]) -> None:
+        """Write down, as plain data, which of the graph's programs is to be taken."""
+        _write(self.variant("choice").digest, noted)
+
+    def noted_choice(self) -> Any:
+        """Read it; ``None`` where there is none."""
+        return _read(self.variant("choice").digest, 0)
 
     def point_to(self, other: Record, added: Sequence[torch.Tensor] = ()) -> None:
         """Let this one stand for the program of another record, of a graph that was made from this one's.
