@@ -27,6 +27,9 @@ constexpr uint64_t kNever = UINT64_MAX;
 uint64_t num_changes = 0;           // in any dict that Python tells of
 uint64_t num_borrowed_changes = 0;  // likewise, in dicts with borrowed entries
 
+// Python 3.13.0 says nothing of an attribute that lies within its object (python/cpython#125608).
+constexpr bool kHearsOfObjects = PY_VERSION_HEX < 0x030D0000 || PY_VERSION_HEX >= 0x030D0100;
+
 #if PY_VERSION_HEX >= 0x030C0000
 
 template <uint64_t& count>
@@ -152,7 +155,7 @@ struct Guards {
   // Where a holder's contents are looked at. A module's names change in each step of a loop that stands in a script.
   Contents& contents_of(PyObject* holder) {
     if (!PyDict_Check(holder) || PyDict_GetItemString(holder, "__builtins__") != nullptr) return others;
-    hears = hear_of<num_changes>(holder) && hears;
+    hears = kHearsOfObjects && hear_of<num_changes>(holder) && hears;
     return dicts;
   }
 
