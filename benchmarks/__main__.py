@@ -11,6 +11,7 @@ SUITES = (
     "identity",
     "plans",
     "families",
+    "alternatives",
     "training",
     "large",
     "feed",
