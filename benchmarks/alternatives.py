@@ -25,8 +25,6 @@ from benchmarks.measuring.baselines import InferenceJudge, trainee
 from benchmarks.measuring.results import Row, ratio
 from benchmarks.measuring.sides import compare
 from benchmarks.measuring.suite import Settings, run_suite
-from millstream._torch.workarounds import without
-from millstream.lower.alternatives.table import SWITCH
 
 CALLS = 8  # until a program is captured, has tried everything, and is captured once more
 RIVALS = ("compile reduce-overhead", "max-autotune graph")
@@ -44,10 +42,9 @@ def run_case(case: InferenceCase | TrainingCase, settings: Settings) -> list[Row
     is_training = isinstance(case, TrainingCase)
     with torch.set_grad_enabled(is_training):
         build = judged_token(settings) if case is ONE_TOKEN else maker(case, settings)
-        with without({SWITCH}):
-            usual = replace(build(), name="usual kernels")
+        usual = replace(build(), name="usual kernels")
         tried = try_all(case, settings)
-        mine = build()
+        mine = build(alternatives=True)
         peers = [] if is_training else rivals(case, settings)
         return [*compare(case.name, mine, [usual, *peers], settings), *(row_of(case.name, each) for each in tried)]
 
@@ -56,7 +53,7 @@ def judged_token(settings: Settings) -> Any:
     """What builds our side of one token, whose cache has no neighbouring inputs to judge by."""
     problem = ONE_TOKEN.make(settings.device, tiny=settings.tiny)
     judge = InferenceJudge(problem)
-    return lambda: ours.build_inference(problem, judge)
+    return lambda **how: ours.build_inference(problem, judge, **how)
 
 
 def rivals(case: InferenceCase, settings: Settings) -> list[Any]:

@@ -40,15 +40,15 @@ def run_case(case: InferenceCase | TrainingCase, settings: Settings) -> list[Row
         return compare(case.name, mine, others, settings)
 
 
-def maker(case: InferenceCase | TrainingCase, settings: Settings) -> Callable[[], Side]:
-    """What builds and judges our side."""
+def maker(case: InferenceCase | TrainingCase, settings: Settings) -> Callable[..., Side]:
+    """What builds and judges our side; with ``alternatives``, it has those that are known to be faster."""
     if isinstance(case, TrainingCase):
         step = case.make(settings.device, tiny=settings.tiny)
         judge = SampledTrainingJudge(step)
-        return lambda: ours.build_training(step, judge)
+        return lambda **how: ours.build_training(step, judge, **how)
     problem = case.make(settings.device, tiny=settings.tiny, channels_last=settings.channels_last)
     sampled = SampledInferenceJudge(problem)
-    return lambda: ours.build_inference(problem, sampled, freeze=settings.freeze)
+    return lambda **how: ours.build_inference(problem, sampled, freeze=settings.freeze, **how)
 
 
 def less(name: str, build: Callable[[], Side]) -> Side:

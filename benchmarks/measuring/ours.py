@@ -13,11 +13,17 @@ from benchmarks.measuring.harness import MemoryMeter, Run, sound_pools
 from benchmarks.measuring.sides import WARM_CALLS, Side, timed
 
 
-def build_inference(problem: Inference, judge: InferenceJudge | None = None, *, freeze: bool = False) -> Side:
-    """Compile the model with the first call, capture it with the second; outputs are not copied, as with the peers."""
+def build_inference(
+    problem: Inference, judge: InferenceJudge | None = None, *, freeze: bool = False, alternatives: bool = False
+) -> Side:
+    """Compile the model with the first call, capture it with the second; outputs are not copied, as with the peers.
+
+    Alternatives to the usual kernels are known on disk, or else left out: a program must not change while it is timed.
+    """
     import millstream as ms
 
-    compiled = ms.compile(problem.model, copy_outputs=False, strict=True, freeze=freeze)
+    options = {"alternatives": alternatives}
+    compiled = ms.compile(problem.model, copy_outputs=False, strict=True, freeze=freeze, options=options)
     _, build_s = timed(lambda: [compiled(*problem.first) for _ in range(2)], problem.device)
     executable = only_executable(compiled)
     meter = measure_capture(executable, lambda: compiled(*problem.first), problem.device)
@@ -28,7 +34,7 @@ def build_inference(problem: Inference, judge: InferenceJudge | None = None, *, 
     return ours(comparison, lambda: compiled(*problem.second), replay, build_s, meter.peak_bytes, executable)
 
 
-def build_training(problem: Training, judge: TrainingJudge | None = None) -> Side:
+def build_training(problem: Training, judge: TrainingJudge | None = None, *, alternatives: bool = False) -> Side:
     """Take a step that runs eagerly, for the optimizer has no state yet, one that compiles, and one that captures.
 
     The seconds to build are those of the latter two, the choice of a plan included.
@@ -36,7 +42,7 @@ def build_training(problem: Training, judge: TrainingJudge | None = None) -> Sid
     import millstream as ms
 
     side = trainee(problem)
-    step = ms.step(problem.make_step(side.model, side.optimizer), strict=True)
+    step = ms.step(problem.make_step(side.model, side.optimizer), strict=True, options={"alternatives": alternatives})
     with sound_pools():
         losses = [step(*problem.batches[0]).detach()]
     more, build_s = timed(lambda: [step(*problem.batches[i]).detach() for i in (1, 2)], problem.device)

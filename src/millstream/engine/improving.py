@@ -124,7 +124,7 @@ class Improving(ForkSafeLock):
                 choice, tried = done.value
                 break
             finally:
-                trial.forget_all_but_best()
+                trial.give_back()
             yield
         chosen = trial.lowered[choice] if choice else usual.lowered
         variants.keep(choice, tried, chosen)
@@ -163,10 +163,13 @@ class _Trial:
         except Exception as error:  # noqa: BLE001  whatever lowering or a kernel raises: the usual program goes on
             return f"failed: {str(error).partition(chr(10))[0]}"
 
-    def forget_all_but_best(self) -> None:
-        """Give back the memory of what was timed and lost."""
-        for choice in [each for each in self._engines if each not in (NOTHING, self._best)]:
-            self._engines.pop(choice).release()
+    def give_back(self) -> None:
+        """Give back the memory of what was timed: between calls it is the user's."""
+        for choice, engine in list(self._engines.items()):
+            if choice != NOTHING:
+                engine.release()
+            if choice not in (NOTHING, self._best):
+                del self._engines[choice]
 
     def release(self) -> None:
         """Give back the memory of all variants."""
@@ -257,9 +260,14 @@ def _agree(left: Sequence[Any], right: Sequence[Any]) -> bool:
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if isinstance(a, torch.Tensor) and a.is_floating_point()]
     if any(not torch.equal(a.isfinite(), b.isfinite()) for a, b in pairs):
         return False
-    wide = [(a.double().nan_to_num(0, 0, 0), b.double().nan_to_num(0, 0, 0)) for a, b in pairs]
-    distance = sum(float((a - b).square().sum()) for a, b in wide)
-    return distance <= ERROR**2 * sum(float(b.square().sum()) for _, b in wide)
+    lengths = [(_length(a - b), _length(b)) for a, b in pairs]
+    distance, length = (sum(each) for each in zip(*lengths, strict=True)) if lengths else (0.0, 0.0)
+    return distance <= ERROR**2 * length
+
+
+def _length(value: torch.Tensor) -> float:
+    """The square of its length, as far as it is finite."""
+    return float(value.float().nan_to_num(0, 0, 0).norm()) ** 2
 
 
 def _copy(value: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 import torch
 
 from millstream.kernels.nodes import add_node, tidy
-from millstream.lower.alternatives.alternative import Alternative, Sites, aten, products_of
+from millstream.lower.alternatives.alternative import Alternative, Sites, aten, on_gpu, products_of
 
 MOST_ROWS = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,6 +62,10 @@ def _rewrite(gm: torch.fx.GraphModule, groups: Collection[str]) -> None:
     tidy(gm)
 
 
+def _find_on_gpu(graph: torch.fx.Graph) -> Sites:
+    return _find(graph) if on_gpu(graph) else {}
+
+
 FEW_ROWS = Alternative(
     "few-rows",
     "products of up to 8 rows are sums, fused with their neighbours",
@@ -69,3 +73,11 @@ FEW_ROWS = Alternative(
     _rewrite,
     is_usual=True,
 )
+TUNED_ROWS = Alternative(
+    "tuned-rows",
+    "products of up to 8 rows are sums, whose block sizes are searched for one by one",
+    _find_on_gpu,
+    _rewrite,
+    options={"coordinate_descent_tuning": True},
+)
+"""By itself: sums that lose to a library's product as they are may win once they read memory at full speed."""

@@ -12,7 +12,7 @@ import torch
 from millstream._torch.workarounds import left_out, without
 from millstream.kernels import registry
 from millstream.lower.alternatives.alternative import Alternative, Sites, on_gpu
-from millstream.lower.alternatives.few_rows import FEW_ROWS
+from millstream.lower.alternatives.few_rows import FEW_ROWS, TUNED_ROWS
 from millstream.lower.alternatives.products import SPLIT_SUMS, TEMPLATES, with_options
 from millstream.lower.alternatives.siblings import SIBLINGS
 from millstream.schedule.improve import NOTHING, Choice, Offer
@@ -41,6 +41,7 @@ def _with_own_kernels(graph: torch.fx.Graph) -> Sites:
 ALTERNATIVES: tuple[Alternative, ...] = (
     SIBLINGS,
     FEW_ROWS,
+    TUNED_ROWS,
     TEMPLATES,
     SPLIT_SUMS,
     Alternative(
