@@ -33,6 +33,7 @@ slow: $(SETUP) ## the tests in tests/slow.txt: whole examples, large networks, m
 fuzz: $(SETUP) ## 2,000 random steps, captured and eager, others each time: no result is ever stale (ten minutes on two cores)
 	MILLSTREAM_FUZZ=2000 $(PYTHON) -m pytest -q tests/capture/guards/test_random_programs.py tests/capture/trace/test_threads.py -n auto --maxprocesses 16 --dist worksteal
 	MILLSTREAM_FUZZ=200 $(PYTHON) -m pytest -q tests/capture/copies -n auto --maxprocesses 16 --dist worksteal
+	MILLSTREAM_FUZZ=200 $(PYTHON) -m pytest -q tests/api/test_random_control.py -n auto --maxprocesses 16 --dist worksteal
 	MILLSTREAM_FUZZ=300 $(PYTHON) -m pytest -q tests/lower/inductor/test_equal_kernels.py -n auto --maxprocesses 16 --dist worksteal
 	MILLSTREAM_FUZZ=10000 $(PYTHON) -m pytest -q tests/insight/test_gaps.py
 	MILLSTREAM_RANKS=8 $(PYTHON) -m pytest -q tests/parallel/test_many_ranks.py

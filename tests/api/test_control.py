@@ -1,6 +1,5 @@
 """Control flow in models: branches and loops are kernels of one graph, with eager PyTorch's values and gradients."""
 
-import os
 import random
 from functools import partial
 
@@ -16,8 +15,8 @@ from millstream.api import executables
 from millstream.check import check_plan, find_races
 from millstream.graph import KernelKind, Wait
 from millstream.testing import drop_step, spread_plan
+from tests.api.random_control import WRITES, Operators, Plain
 
-FUZZ = int(os.environ.get("MILLSTREAM_FUZZ", "2"))
 ENGINES = "serial", "threads"
 
 
@@ -166,78 +165,6 @@ def test_random_numbers_in_bodies_are_those_of_eager():
         assert torch.equal(torch.get_rng_state(), state)
 
 
-class Program:
-    """A random program: operators, branches and loops nested in each other, of tensors of 3 × 4 numbers."""
-
-    def __init__(self, seed, *, has_gradients):
-        self.rng = random.Random(seed)
-        self.has_gradients = has_gradients
-        self.run = self.make(3)
-
-    def make(self, depth):
-        """A function of two tensors that gives a new one."""
-        parts = [self.operator() for _ in range(self.rng.randint(1, 2))]
-        for _ in range(self.rng.randint(1, 2) if depth == 3 else self.rng.randint(0, 1) if depth else 0):
-            parts.insert(self.rng.randint(0, len(parts)), getattr(self, self.rng.choice(self.flows(depth)))(depth - 1))
-
-        def run(a, b):
-            for part in parts:
-                a, b = part(a, b), a
-            return a + 0.5 * b
-
-        return run
-
-    def flows(self, depth):
-        """What there may be: PyTorch gives no gradients of loops when compiled, and none of scans in other bodies."""
-        if self.has_gradients:
-            return ["branch", "map"] + ["scan"] * (depth == 3)
-        return ["branch", "map", "scan", "loop"]
-
-    def operator(self):
-        scale = self.rng.uniform(0.5, 2)
-        return self.rng.choice(
-            [
-                lambda a, b: torch.tanh(a * scale) + b,
-                lambda a, b: torch.sin(a) * b,
-                lambda a, b: a @ (a.t() @ b) * 0.1,
-                lambda a, b: a.softmax(1) - scale * b.relu(),
-                lambda a, b: (a - a.mean(0)) * scale,
-            ]
-        )
-
-    def branch(self, depth):
-        yes, no, limit = self.make(depth), self.make(depth), self.rng.uniform(-1, 1)
-        return lambda a, b: torch.cond(a.mean() > limit, yes, no, (a, b))
-
-    def loop(self, depth):
-        turn, most, limit = self.make(depth), self.rng.randint(0, 4), self.rng.uniform(1, 8)
-
-        def run(a, b):
-            start = torch.zeros((), dtype=torch.int64)
-            return while_loop(
-                lambda i, a: (i < most) & (a.abs().max() < limit), lambda i, a: (i + 1, turn(a, b)), (start, a)
-            )[1]
-
-        return run
-
-    def scan(self, depth):
-        turn, length = self.make(depth), self.rng.randint(1, 4)
-
-        def run(a, b):
-            def combine(carry, x):
-                new = torch.tanh(turn(carry, x))
-                return new, new * 2
-
-            last, rows = scan(combine, a, torch.stack([b * (i + 1) for i in range(length)]))
-            return last + rows.sum(0)
-
-        return run
-
-    def map(self, depth):
-        turn, length = self.make(depth), self.rng.randint(1, 3)
-        return lambda a, b: map_slices(lambda x, b: turn(x, b), torch.stack([a] * length), b).sum(0)
-
-
 class Recurrent(torch.nn.Module):
     """A recurrent network that normalises some of its steps, and takes one of two heads for all of them."""
 
@@ -319,8 +246,57 @@ def test_branches_of_both_kinds_are_captured_together():
         torch.testing.assert_close(captured(x), step(x))
 
 
+def written(flow, x, total, counts):
+    """Branches and loops that write tensors beside their arguments, in parts, by views and within each other."""
+
+    def yes(a):
+        total.add_(a)
+        row = total[0]
+        row.mul_(2)
+        return a * torch.tensor([1.0, 2.0, -1.0], dtype=a.dtype)
+
+    def no(a):
+        counts[1] = 5
+        a = a.clone()
+        a[0] = 3
+        return a
+
+    def turn(number, a):
+        counts[0].add_(1)
+        return number + 1, flow.cond(a.mean() > 0, yes, no, (a,)) - 0.5
+
+    y = flow.cond(x.sum() > 0, yes, no, (x,)) + total
+    number, y = flow.while_loop(lambda number, a: number + counts[1] < 8, turn, (torch.zeros((), dtype=torch.int64), y))
+    return y, number, total.sum()
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not WRITES, reason="PyTorch refuses it")
+@pytest.mark.parametrize("wrap", [ms.step, ms.compile])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_functions_write_tensors(engine, wrap, lowered_once):
+    runs = []
+    captured = wrap(written, engine=engine, strict=True)
+    for flow, function in ((Plain, written), (Operators, captured)):
+        total, counts = tensors((3, 3))[0], torch.tensor([0, 0])
+        made = [function(flow, x, total, counts) for x in tensors(*[(3, 3)] * 4, seed=3)]
+        runs.append([*tree_leaves(made), total, counts])
+    for ours, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def written_twice(x):
+    y = x * 2
+    row = y[0]
+    return torch.cond(x.sum() > 0, lambda a, b: a.mul_(2) + b, lambda a, b: a - b, (y, row))
+
+
 W = torch.nn.Parameter(torch.ones(3, 3))
 REFUSED = {
+    "memory that is given twice": (
+        lambda x: written_twice(x.detach()),
+        "writes memory that it is given twice",
+    ),
     "gradients of a loop": (
         lambda x: while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a @ W), (torch.tensor(0), x))[1],
         "gradients of a while_loop",
@@ -350,51 +326,3 @@ def test_what_steps_cannot_capture_is_refused_with_its_reason(function, reason):
     with pytest.raises(ms.CaptureError, match=reason) as caught:
         captured(torch.ones(3, 3))
     assert caught.value.where.startswith(__file__)
-
-
-def in_a_step(function, has_gradients):
-    """A function as a step, with gradients of what it is given."""
-
-    @torch.set_grad_enabled(has_gradients)
-    def step(*given):
-        given = [each.clone().requires_grad_(has_gradients) for each in given]
-        result = function(*given)
-        loss = result.square().sum()
-        grads = torch.autograd.grad(loss, given, allow_unused=True, materialize_grads=True) if has_gradients else ()
-        return [result.detach(), *grads]
-
-    return step
-
-
-@pytest.mark.parametrize("seed", range(FUZZ))
-def test_random_steps_are_those_of_eager(seed):
-    has_gradients = seed % 2 == 1
-    program = Program(seed + 1000, has_gradients=has_gradients)
-    given = tensors((3, 4), (3, 4), seed=seed)
-    step = in_a_step(program.run, has_gradients)
-    wanted = step(*given)
-    results = []
-    for engine in ENGINES:
-        captured = ms.step(step, engine=engine, strict=True)
-        results += [captured(*given) for _ in range(4)][1:]  # the first is eager
-    for result in results:
-        for ours, theirs in zip(result, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-        assert all(map(torch.equal, result, results[0]))
-
-
-@pytest.mark.parametrize("seed", range(FUZZ))
-def test_random_programs_are_those_of_eager(seed):
-    has_gradients = seed % 2 == 1
-    program = Program(seed, has_gradients=has_gradients)
-    given = tensors((3, 4), (3, 4), seed=seed)
-    wanted = values_and_gradients(program.run, *given, has_gradients=has_gradients)
-    results = []
-    for engine in ENGINES:
-        torch._dynamo.reset()
-        compiled = ms.compile(program.run, engine=engine, strict=True)
-        results += [values_and_gradients(compiled, *given, has_gradients=has_gradients) for _ in range(4)]
-    for result in results:
-        for ours, theirs in zip(result, wanted, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-        assert all(map(torch.equal, result, results[0]))

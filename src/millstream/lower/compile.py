@@ -55,6 +55,7 @@ from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translate import translate
 from millstream.lower.updates import updates_of
 from millstream.lower.views import check_views
+from millstream.passes.pure_bodies import make_bodies_pure
 from millstream.program import Program, Value
 from millstream.schedule.improve import Tried
 from millstream.signals import signals_wait
@@ -283,6 +284,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
             return lambda *inputs: run([*found.added, *inputs])
         progress.phase("preparing the graph")
         workarounds.mend_captured(gm)
+        make_bodies_pure(gm)
         table = workarounds.decompose({**select_decomp_table(), **random_decompositions()})
         original = copy.deepcopy(gm.graph)
 

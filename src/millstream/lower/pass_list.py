@@ -11,12 +11,13 @@ from millstream.errors import did_you_mean
 from millstream.kernels import registry
 from millstream.lower import workarounds
 from millstream.lower.alternatives.table import ALTERNATIVES
-from millstream.passes import cleanup, gradients, selecting
+from millstream.passes import cleanup, gradients, pure_bodies, selecting
 from millstream.passes.graph_pass import Pass
 
 PASSES: tuple[Pass[..., Any], ...] = (
     # what a step was captured as
     selecting.merge_ways,
+    pure_bodies.make_bodies_pure,
     cleanup.drop_idle_nodes,
     cleanup.subtract_powers_exactly,
     cleanup.move_constants,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C import DisableTorchFunction
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from millstream._torch.tensors import FakeTensor, storage_id
@@ -29,10 +30,13 @@ class Flows:
     Args:
         twins: Of the user's tensors.
         on: What such a function runs in.
+        fail: Refuses the step, with a reason and a remedy.
     """
 
-    def __init__(self, twins: Twins, on: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._twins, self._on = twins, on
+    def __init__(
+        self, twins: Twins, on: Callable[[], AbstractContextManager[Any]], fail: Callable[[str, str], object]
+    ) -> None:
+        self._twins, self._on, self._fail = twins, on, fail
         self._replaced: list[dict[int, Tensor] | _Used] = []  # outermost first
 
     @property
@@ -65,8 +69,17 @@ class Flows:
         parts = [self._function(each, spec) for each in functions]
         with known_shapes([*first, *sliced, *others]):
             given = (*first, *(each[0] for each in sliced), *others)
-            used = self._used(parts, given)
+            used, written = self._used(parts, given)
             closed = [self._closed(part, given, used) for part in parts]
+            if written and sliced:
+                self._fail(
+                    "A function that scan or map is given writes a tensor.", "Carry it, or return the new value."
+                )
+            if _share_memory([*first, *sliced, *others, *used], written):
+                self._fail(
+                    "A function that control flow is given writes memory that it is given twice.",
+                    "Have it return the new value instead.",
+                )
             first, sliced, others, used = _apart(first, sliced, others, used)
             if name == "while_loop":
                 closed[0] = _only_result(closed[0])
@@ -83,18 +96,22 @@ class Flows:
         assert parts[-1].made is not None, "the operator has run it"
         return tree_unflatten(list(result), parts[-1].made)
 
-    def _used(self, parts: Sequence[_Function], given: Sequence[Any]) -> list[Tensor]:
-        """What these functions use beside what they are given."""
-        used = _Used()
+    def _used(self, parts: Sequence[_Function], given: Sequence[Any]) -> tuple[list[Tensor], set[int]]:
+        """What these functions use beside what they are given; which memory they write."""
+        used = _Used([each for each in self._replaced if isinstance(each, _Used)])
+        written: set[int] = set()
         self._replaced.append(used)
         try:
             for part in parts:
                 used.others.clear()
                 run_apart(part, given)
+                changed = [given[place] for place in part.written]
+                changed += [used.tensors[key] for key, each in used.others.items() if each._version]
+                written.update(map(storage_id, changed))
         finally:
             self._replaced.pop()
         own = {*map(id, given)}
-        return [each for key, each in used.tensors.items() if key not in own]
+        return [each for key, each in used.tensors.items() if key not in own], written
 
     def _function(self, function: Callable[..., Any], spec: TreeSpec | None) -> _Function:
         return _Function(function, spec, self)
@@ -116,12 +133,16 @@ class Flows:
 class _Used:
     """Stands in for tensors of the graph that is being traced, in a function that is run apart from it.
 
+    Args:
+        around: What stands in where a function runs within another.
+
     Attributes:
         tensors: Those that were used, by id.
         others: What stands for them, by id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, around: Sequence[_Used]) -> None:
+        self._around = around
         self.tensors: dict[int, Tensor] = {}
         self.others: dict[int, Tensor] = {}
         self._is_recorded = is_recorded()
@@ -129,11 +150,14 @@ class _Used:
     def of(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor, or what it is itself."""
         if id(tensor) not in self.others:
-            if not isinstance(tensor, FakeTensor) or not self._is_recorded(tensor):
+            stand_ins = (other for each in self._around for other in each.others.values())
+            is_one = any(tensor is other for other in stand_ins)  # made while an inner function runs, perhaps
+            if not isinstance(tensor, FakeTensor) or not (is_one or self._is_recorded(tensor)):
                 return tensor
             self.tensors[id(tensor)] = tensor
             like = {"dtype": tensor.dtype, "device": tensor.device}
-            self.others[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), **like)
+            with DisableTorchFunction():  # of PyTorch's own class, as one that the tracer of another function made
+                self.others[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), **like)
         return self.others[id(tensor)]
 
 
@@ -142,17 +166,20 @@ class _Function:
 
     Attributes:
         made: The structure of its results, once it has run.
+        written: Positions of the arguments that it has written.
     """
 
     def __init__(self, function: Callable[..., Any], spec: TreeSpec | None, flows: Flows) -> None:
         self._function, self._spec, self._flows = function, spec, flows
         self.made: TreeSpec | None = None
+        self.written: set[int] = set()
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
         args = given if self._spec is None else tree_unflatten(list(given), self._spec)
-        twins = self._flows._twins
+        twins, before = self._flows._twins, _versions(given)
         with self._flows._on():
             leaves, self.made = tree_flatten(twins.fakes_in(self._function(*twins.reals_in(args))))
+        self.written.update(place for place, version in enumerate(_versions(given)) if version != before[place])
         return tuple(self._flows.replaced(twins.fakes_in(leaf)) for leaf in leaves)
 
 
@@ -172,6 +199,16 @@ def _parts(name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any], list[Any],
         case _:
             function, sliced, others = args
             return None, [function], [], [*sliced], [*others], None
+
+
+def _versions(given: Sequence[Any]) -> list[Any]:
+    return [each._version if isinstance(each, Tensor) else None for each in given]
+
+
+def _share_memory(operands: Sequence[Any], written: set[int]) -> bool:
+    """Whether two of these lie in memory that is written."""
+    found = [storage_id(each) for each in operands if isinstance(each, Tensor)]
+    return any(found.count(each) > 1 for each in written)
 
 
 def _apart(*groups: Sequence[Any]) -> list[list[Any]]:

@@ -160,7 +160,7 @@ class FunctionWatch(TorchFunctionMode):
         self.looked_at: set[int] = set()
         self.asked: set[int] = set()
         self._on_host: dict[int, tuple[Tensor, Tensor]] = {}  # by id, copies on the host, and of what
-        self.flows = Flows(twins, self.on)
+        self.flows = Flows(twins, self.on, self._fail)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -252,8 +252,9 @@ class FunctionWatch(TorchFunctionMode):
 
     def _for_this_thread(self, result: Any) -> Any:
         """Let other threads, which may find it where the program puts it, not compute with what has no values."""
+        is_inside = self.flows.is_inside  # whose tracers take no other class for tensors of each other
         for each in _tensors_in(_leaves((result,))):
-            if type(each) is FakeTensor:
+            if type(each) is FakeTensor and not is_inside:
                 each.__class__ = self._kind
         return self._twins.reals_in(result)
 

@@ -141,6 +141,7 @@ from millstream.passes.cleanup import (
     written_inputs,
     written_storages,
 )
+from millstream.passes.pure_bodies import make_bodies_pure
 from millstream.passes.selecting import DifferentWays, merge_ways, results_of, set_results
 from millstream.room import with_room
 from millstream.signals import signals_wait
@@ -920,6 +921,7 @@ class _Tracer:
                     f"{path_of(read, self.record)} is passed as an argument, too.",
                     remedy="Pass a clone, or use it by its name only.",
                 )
+        make_bodies_pure(gm)
         drop_idle_nodes(gm)
         leaving.effects.said = self.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
         if self.questions.texts.made or self.has_text:
