@@ -9,8 +9,7 @@ import torch
 from millstream import _native
 from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
 from millstream.device.context import DeviceContext
-from millstream.device.copying import Lender
-from millstream.device.drivers import cuda, lending
+from millstream.device.drivers import cuda
 from millstream.device.drivers.base import Copies
 from millstream.device.drivers.cpu import CpuDriver
 from millstream.errors import ArgumentError, DeviceError
@@ -395,8 +394,7 @@ def test_the_guard_of_an_absent_device(monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", "virtual", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_a_lent_tensor_tells_when_its_last_view_is_gone(device, compiled, monkeypatch):
     if not compiled:
-        for module in (cuda, lending):
-            monkeypatch.setattr(module, "lender", lambda: None)
+        monkeypatch.setattr(_native, "load", lambda name: None)
     ctx = make_virtual_context()[0] if device == "virtual" else context(device)
 
     class Token:
@@ -424,8 +422,7 @@ def test_a_lent_tensor_tells_when_its_last_view_is_gone(device, compiled, monkey
 @pytest.mark.parametrize("device", ["cpu", "virtual", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_what_is_lent_has_the_form_of_its_memory(device, dtype, compiled, monkeypatch):
     if not compiled:
-        for module in (cuda, lending):
-            monkeypatch.setattr(module, "lender", lambda: None)
+        monkeypatch.setattr(_native, "load", lambda name: None)
     ctx = make_virtual_context()[0] if device == "virtual" else context(device)
     memory = ctx.driver.allocate(1024).fill_(1).view(dtype)[3:].as_strided((4, 2, 3), (6, 1, 2), 7)
     lent = ctx.driver.lend(memory, object())
@@ -434,21 +431,6 @@ def test_what_is_lent_has_the_form_of_its_memory(device, dtype, compiled, monkey
     assert not lent._is_view()
     assert lent.untyped_storage()._cdata != memory.untyped_storage()._cdata
     ctx.close()
-
-
-def test_memory_that_nobody_takes_is_let_go(monkeypatch):
-    ctx, _ = make_virtual_context()
-
-    class Token:
-        pass
-
-    token = Token()
-    gone = weakref.ref(token)
-    monkeypatch.setattr(torch, "from_dlpack", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        Lender(_native.load("core")).lend(ctx.driver.allocate(256), token)
-    del token
-    assert gone() is None
 
 
 def test_a_lent_tensor_keeps_its_memory():

@@ -266,46 +266,6 @@ def test_what_is_no_address_is_an_error():
         _native.load("core").enqueue("here", 0)
 
 
-@pytest.mark.parametrize("dtype", [*copying._CODES])
-@pytest.mark.parametrize(
-    ("size", "stride"),
-    [((3, 4), (4, 1)), ((3, 4), (1, 3)), ((), ()), ((5,), (1,)), ((2, 3), (0, 1)), ((1,) * 8, (1,) * 8)],
-)
-def test_memory_is_lent_in_the_form_that_was_prepared(dtype, size, stride):
-    lender = copying.Lender(_native.load("core"))
-    memory = torch.arange(256).to(torch.uint8).remainder_(2)
-    expected = memory.view(dtype).as_strided(size, stride)
-    offer = lender.prepare(memory, dtype, size, stride)
-    lent = [torch.from_dlpack(offer(memory)) for _ in range(2)]
-    for each in lent:
-        assert (each.dtype, each.size(), each.stride()) == (dtype, torch.Size(size), stride)
-        assert each.data_ptr() == memory.data_ptr()
-        assert torch.equal(each, expected)
-
-
-def test_what_has_no_form_is_not_prepared():
-    lender = copying.Lender(_native.load("core"))
-    memory = torch.zeros(256, dtype=torch.uint8)
-    assert lender.prepare(memory, torch.float8_e4m3fn, (1,), (1,)) is None
-    assert lender.prepare(memory, torch.uint8, (1,) * 9, (1,) * 9) is None
-
-
-def test_an_offer_keeps_what_it_is_given_and_no_more():
-    class Token:
-        pass
-
-    lender, memory = copying.Lender(_native.load("core")), torch.zeros(256, dtype=torch.uint8)
-    noted, token = weakref.ref(memory), Token()
-    offer, known = lender.prepare(memory, torch.float32, (64,), (1,)), weakref.ref(token)
-    view = torch.from_dlpack(offer((memory, token)))[3:]
-    del memory, token
-    assert noted() is not None
-    assert known() is not None
-    del view
-    assert noted() is None
-    assert known() is None
-
-
 def test_prepared_copies_go_where_they_are_told_each_time():
     fake = FakeDriver()
     copies = fake.enqueuer().prepare([5, 6])
@@ -329,4 +289,3 @@ def test_without_compiled_code_there_is_none(monkeypatch):
     monkeypatch.setattr(_native, "load", lambda name: None)
     assert copying.filler.__wrapped__() is None
     assert copying.enqueuer.__wrapped__() is None
-    assert copying.lender.__wrapped__() is None

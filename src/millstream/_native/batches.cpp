@@ -10,7 +10,7 @@
 //   strides and first element. It gives a capsule of Python's. Nothing of the memory is kept alive by it.
 // - `lend_segment` takes that capsule, an owner, and a list for the batch's leaves, into which it puts those of the segment. They
 //   share a storage of their own over the memory, which keeps the owner until the last of them is gone, and lets it go in whatever
-//   thread that is. They are no views in the sense of autograd: each has its own version counter.
+//   thread that is. They are no views in the sense of autograd: each has its own version counter. So does `lend_tensor`.
 
 #include <Python.h>
 
@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/TensorBase.h>
 
 #include "tensors.h"
@@ -191,11 +192,26 @@ PyObject* lend_segment(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   }
 }
 
+// Of where a tensor has its implementation, a tensor, and an owner: a tensor of the same form over the same memory.
+PyObject* lend_tensor(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  try {
+    const Implementation& memory = **place_of(arguments[1], PyLong_AsSize_t(arguments[0]));
+    size_t num_bytes = at::detail::computeStorageNbytes(memory.sizes(), memory.strides(), memory.itemsize());
+    Segment segment{const_cast<void*>(memory.data()), num_bytes, memory.device(), {}};
+    Leaf leaf{0, memory.dtype(), memory.sizes().vec(), memory.strides().vec(), 0};
+    return make_tensor(make_storage(segment, arguments[2]), leaf);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
 }  // namespace
 
 PyMethodDef of_batches[] = {
     method("make_specs", make_specs),
     method("prepare_segment", prepare_segment),
     method("lend_segment", lend_segment),
+    method("lend_tensor", lend_tensor),
     {},
 };

@@ -27,7 +27,7 @@ _SOURCES = {
 NAMES = tuple(_SOURCES)
 
 _LIMIT_S = 120.0  # for one file
-_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread")
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-pthread")
 _LINKED = ("-shared", *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()))
 
 

@@ -1,5 +1,5 @@
 // What happens to every batch on its way to a device, and must not wait for the interpreter: filling pinned memory with
-// several threads, enqueueing a copy between events, and offering memory to PyTorch.
+// several threads, and enqueueing a copy between events.
 //
 // Contract
 // - `begin` lets helpers copy and returns at once; what is short it copies itself, and returns None.
@@ -9,8 +9,6 @@
 //   which finishes when it is dropped: Ctrl-C after any line of Python cannot leave helpers to memory that is gone.
 // - Helpers are shared by the process, and work for one filling at a time.
 // - Nobody waits for a helper that sleeps: bytes are dealt in chunks, and a helper that is awake takes the next one.
-// - `lend` describes memory in the form of DLPack. Its owner is kept until the taker drops it, in whatever
-//   thread that is, or until the description is dropped and nobody has.
 // - Addresses and numbers are integers of Python's. All but what makes something is called for every batch.
 // - `enqueue` gives the first error of the device's driver, and 0 if there was none; so do `open_nodes` and
 //   `close_nodes`, which let copies within a graph happen, or not, in the launches to come. After an error some may.
@@ -222,45 +220,6 @@ void drop(PyObject* capsule) {
   delete filling;
 }
 
-constexpr int kMostDimensions = 8;
-
-// How memory is to be seen, as Python writes it down: sizes and strides come last.
-struct Form {
-  void* data;
-  int64_t device_type, device_index, type_code, type_bits, num_dimensions, extents[2 * kMostDimensions];
-};
-
-// Of DLPack's interface, as of its version 0.2; later ones of this form are the same.
-struct Offer {
-  void* data;
-  int32_t device_type, device_index;
-  int32_t num_dimensions;
-  uint8_t type_code, type_bits;
-  uint16_t type_lanes = 1;
-  int64_t* shape;
-  int64_t* strides;
-  uint64_t offset = 0;
-  void* owner;
-  void (*let_go)(Offer*);
-  // What follows is not of the interface.
-  int64_t extents[2 * kMostDimensions];
-};
-
-void let_go(Offer* offer) {
-  if (Py_IsInitialized()) {
-    PyGILState_STATE state = PyGILState_Ensure();
-    Py_DecRef(static_cast<PyObject*>(offer->owner));
-    PyGILState_Release(state);
-  }
-  delete offer;
-}
-
-constexpr char kUntaken[] = "dltensor";  // the taker renames it
-
-void drop_offer(PyObject* capsule) {
-  if (PyCapsule_IsValid(capsule, kUntaken)) let_go(static_cast<Offer*>(PyCapsule_GetPointer(capsule, kUntaken)));
-}
-
 // Of CUDA's driver interface.
 struct Driver {
   int (*copy)(uint64_t to, const void* from, size_t num_bytes, void* stream);
@@ -268,22 +227,12 @@ struct Driver {
   int (*wait)(void* stream, void* event, unsigned flags);
 };
 
-// One end of CUDA_MEMCPY3D of cuda.h (CUDA 12 and 13), where memory is an address on a device.
-struct End {
-  size_t x, y, z, level;
-  int kind;
-  const void* host;
-  uint64_t device;
-  void *array, *reserved;
-  size_t pitch, height;
-};
-
+// CUDA_MEMCPY3D of cuda.h (CUDA 12 and 13), as in memcpy_nodes.py: of it, the two addresses on devices count here.
 struct GraphCopy {
-  End from, to;
-  size_t width, height, depth;
+  uint64_t words[25];
 };
 
-static_assert(sizeof(GraphCopy) == 200);
+constexpr int kFrom = 6, kTo = 17;  // are these words
 
 // A copy in a CUDA graph, one end of which lies elsewhere in each launch.
 struct MemcpyNode {
@@ -291,7 +240,7 @@ struct MemcpyNode {
   GraphCopy copy;
   bool leads_in;
 
-  uint64_t& outer() { return leads_in ? copy.from.device : copy.to.device; }
+  uint64_t& outer() { return copy.words[leads_in ? kFrom : kTo]; }
 };
 
 struct MemcpyNodes {
@@ -354,31 +303,6 @@ PyObject* finish(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   finish_once(filling);
   PyEval_RestoreThread(state);
   Py_RETURN_NONE;
-}
-
-// Of the address of a form, what keeps that alive, and an owner.
-PyObject* lend(PyObject*, PyObject* const* arguments, Py_ssize_t) {
-  auto* form = pointer<const Form>(arguments[0]);
-  PyObject* owner = arguments[2];
-  if (PyErr_Occurred()) return nullptr;
-  Offer* offer = new Offer{.data = form->data,
-                           .device_type = static_cast<int32_t>(form->device_type),
-                           .device_index = static_cast<int32_t>(form->device_index),
-                           .num_dimensions = static_cast<int32_t>(form->num_dimensions),
-                           .type_code = static_cast<uint8_t>(form->type_code),
-                           .type_bits = static_cast<uint8_t>(form->type_bits),
-                           .owner = owner,
-                           .let_go = let_go};
-  std::copy_n(form->extents, 2 * form->num_dimensions, offer->extents);
-  offer->shape = offer->extents;
-  offer->strides = offer->extents + form->num_dimensions;
-  PyObject* capsule = PyCapsule_New(offer, kUntaken, drop_offer);
-  if (capsule == nullptr) {
-    delete offer;
-    return nullptr;
-  }
-  Py_IncRef(owner);
-  return capsule;
 }
 
 // Of a driver and an order: the stream; how many events to wait for, events to record before, copies, and events after;
@@ -455,7 +379,6 @@ PyMethodDef of_copies[] = {
     method("make_team", make_team),
     method("begin", begin),
     method("finish", finish),
-    method("lend", lend),
     method("enqueue", enqueue),
     method("call", call),
     method("make_nodes", make_nodes),

@@ -258,8 +258,6 @@ struct Worker {
 
 }  // namespace
 
-#pragma GCC visibility push(default)
-
 extern "C" {
 
 // Both for the calling thread alone. PyTorch's `set_num_threads` also notes the number for threads to come, and has MKL
@@ -462,5 +460,3 @@ void millstream_clear(Plan* plan, const int64_t* registers, int count) {
 }
 
 }  // extern "C"
-
-#pragma GCC visibility pop

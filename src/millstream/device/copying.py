@@ -15,9 +15,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from millstream import _native
 
 MAX_THREADS = 16
@@ -57,61 +54,6 @@ def with_pointer(function: Any, argument: Any) -> Callable[[], int]:
     return functools.partial(
         core.call, address, ctypes.addressof(argument), function, argument
     )  # which both stay alive
-
-
-@functools.cache
-def lender() -> Lender | None:
-    """The compiled code that lends memory; ``None`` where it cannot be had."""
-    core = _native.load("core")
-    return None if core is None else Lender(core)
-
-
-class Lender:
-    """Offers memory to PyTorch as if another library owned it.
-
-    PyTorch's own ways from Python, by way of arrays or their interface, take several times as long: they parse a
-    dictionary, and ask the device whose memory it is.
-
-    Args:
-        core: The compiled code.
-    """
-
-    def __init__(self, core: Any) -> None:
-        self._offer = core.lend
-
-    def lend(self, memory: Tensor, token: object) -> Tensor | None:
-        """Do what ``Driver.lend`` does, for memory of the host or of a CUDA device; ``None`` for what DLPack lacks."""
-        offer = self.prepare(memory, memory.dtype, memory.size(), memory.stride())
-        # The token is dropped first: a tuple drops its last item first.
-        return None if offer is None else torch.from_dlpack(offer((memory, token)))
-
-    def prepare(
-        self, memory: Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
-    ) -> Callable[[object], object] | None:
-        """What offers ``memory``, seen as a tensor of this form, to ``torch.from_dlpack``, each time that it is called.
-
-        It takes what shall be kept alive until the tensor, and all that is seen through it, is gone: ``memory``, among
-        others, which it does not keep alive itself. ``None`` for what DLPack does not know.
-        """
-        code = _CODES.get(dtype)
-        if code is None or len(size) > _MOST_DIMENSIONS:
-            return None
-        index = memory.get_device()  # below 0 for the host's
-        device = (_CUDA, index) if index >= 0 else (_HOST, 0)
-        form = array("q", (memory.data_ptr(), *device, code, 8 * dtype.itemsize, len(size), *size, *stride))
-        return functools.partial(self._offer, form.buffer_info()[0], form)
-
-
-_HOST, _CUDA = 1, 10 if torch.version.hip else 2  # of DLPack
-_MOST_DIMENSIONS = 8  # of ``copies.cpp``
-_CODES = {
-    **dict.fromkeys((torch.int8, torch.int16, torch.int32, torch.int64), 0),
-    **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64), 1),
-    **dict.fromkeys((torch.float16, torch.float32, torch.float64), 2),
-    torch.bfloat16: 4,
-    **dict.fromkeys((torch.complex64, torch.complex128), 5),
-    torch.bool: 6,
-}
 
 
 class Filler:

@@ -26,9 +26,9 @@ from millstream._torch.devices.streams import (
     stream_setter,
 )
 from millstream._torch.tensors import mark_use
-from millstream.device.copying import enqueuer, lender, with_pointer
+from millstream.device.copying import enqueuer, with_pointer
 from millstream.device.drivers.base import Copies, GraphPool, make_copies
-from millstream.device.drivers.lending import see_alike, whole_storage
+from millstream.device.drivers.lending import lend, see_alike, whole_storage
 from millstream.device.guard import guard
 from millstream.device.handles import Event, Stream
 from millstream.device.place import Place
@@ -133,7 +133,7 @@ class CudaDriver:
 
     def lend(self, memory: Tensor, token: object) -> Tensor:
         """By compiled code, or else by way of the CUDA array interface: PyTorch keeps the object that offers it."""
-        if (compiled := lender()) is not None and (lent := compiled.lend(memory, token)) is not None:
+        if (lent := lend(memory, token)) is not None:
             return lent
         return see_alike(torch.as_tensor(_Lent(whole_storage(memory), token), device=self.torch_device), memory)
 

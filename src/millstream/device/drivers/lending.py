@@ -8,16 +8,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.device.copying import lender
+from millstream import _native
+from millstream._torch.tensors import place_of_implementation
 
 
 class _LentArray(np.ndarray[Any, np.dtype[np.uint8]]):
     token: object
 
 
+def lend(memory: Tensor, token: object) -> Tensor | None:
+    """Do what ``Driver.lend`` does, in compiled code; ``None`` without. From Python it takes several times as long."""
+    tensors, place = _native.load("tensors"), place_of_implementation()
+    if tensors is None or place is None:
+        return None
+    # The token is dropped first: a tuple drops its last item first.
+    return tensors.lend_tensor(place, memory, (memory, token))  # type: ignore[no-any-return]
+
+
 def lend_host(memory: Tensor, token: object) -> Tensor:
     """Do what ``Driver.lend`` does, for host memory; without compiled code by an array that a tensor keeps alive."""
-    if (compiled := lender()) is not None and (lent := compiled.lend(memory, token)) is not None:
+    if (lent := lend(memory, token)) is not None:
         return lent
     array = whole_storage(memory).numpy().view(_LentArray)
     array.token = token
