@@ -225,9 +225,9 @@ def stage_ms(batches: Sequence[Batch], device: torch.device) -> float:
         if compiled is None:
             torch._foreach_copy_(targets, batch)
         else:
-            addresses = (array("Q", [leaf.data_ptr() for leaf in leaves]) for leaves in (targets, batch))
-            num_bytes = array("Q", [leaf.nbytes for leaf in batch])
-            compiled.begin(*addresses, num_bytes, None, None, past_caches=past_caches).finish()
+            to, sources = (array("Q", [leaf.data_ptr() for leaf in leaves]) for leaves in (targets, batch))
+            begin = compiled.prepare(to, array("Q", [leaf.nbytes for leaf in batch]), None, past_caches=past_caches)
+            compiled.follow(begin(sources.buffer_info()[0], None)).finish()
         times.append((time.perf_counter_ns() - start) / 1e6)
     return sorted(times[-12:])[6]
 

@@ -38,14 +38,19 @@ def team():
         return copying.Filler(_native.load("core"))
 
 
+def begin(filler, to, sources, num_bytes, num_threads, owner, *, past_caches=False):
+    start = filler.prepare(to, num_bytes, num_threads, past_caches=past_caches)
+    return filler.follow(start(sources.buffer_info()[0], owner))
+
+
 def fill(filler, sizes, num_threads, seed=0):
     """Whether all pieces arrive, and nothing else is touched."""
     rng = np.random.default_rng(seed)
     sources = [rng.integers(0, 255, size, dtype=np.uint8) for size in sizes]
     targets = [np.full(size + 2 * EDGE, 255, dtype=np.uint8) for size in sizes]
     addresses = [[each.ctypes.data + EDGE for each in targets], [each.ctypes.data for each in sources], sizes]
-    filling = filler.begin(
-        *(array("Q", each) for each in addresses), num_threads, owner=None, past_caches=seed % 2 == 1
+    filling = begin(
+        filler, *(array("Q", each) for each in addresses), num_threads, owner=None, past_caches=seed % 2 == 1
     )
     if seed % 3 == 1:
         threading.Event().wait(1e-4)  # the helpers may do it all
@@ -89,7 +94,7 @@ def test_what_is_being_copied_stays_alive_until_it_is(team):
     memory = np.zeros(4 * CHUNK, dtype=np.uint8)
     noted = weakref.ref(memory)
     addresses = [array("Q", [each]) for each in (memory.ctypes.data, memory.ctypes.data, memory.nbytes)]
-    filling = team.begin(*addresses, 6, owner=memory)
+    filling = begin(team, *addresses, 6, owner=memory)
     del memory
     assert noted() is not None
     filling.finish()
@@ -99,7 +104,7 @@ def test_what_is_being_copied_stays_alive_until_it_is(team):
 
 def test_what_is_short_is_copied_at_once(team):
     source, to = np.full(CHUNK, 7, dtype=np.uint8), np.zeros(CHUNK, dtype=np.uint8)
-    filling = team.begin(*(array("Q", [each]) for each in (to.ctypes.data, source.ctypes.data, CHUNK)), 6, source)
+    filling = begin(team, *(array("Q", [each]) for each in (to.ctypes.data, source.ctypes.data, CHUNK)), 6, source)
     assert (to == 7).all()
     filling.finish()
 
@@ -110,7 +115,7 @@ def test_what_is_dropped_unfinished_is_copied_and_then_let_go(team):
     to = np.zeros_like(source)
     memory = [to, source]
     noted = weakref.ref(source)
-    filling = team.begin(*(array("Q", [each]) for each in (to.ctypes.data, source.ctypes.data, to.nbytes)), 6, memory)
+    filling = begin(team, *(array("Q", [each]) for each in (to.ctypes.data, source.ctypes.data, to.nbytes)), 6, memory)
     del memory, source
     filling._capsule = None
     assert (to == 7).all()
@@ -121,7 +126,7 @@ def test_several_fillings_by_one_caller(team):
     sources = [np.full(20 * CHUNK, i, dtype=np.uint8) for i in range(3)]
     targets = [np.zeros_like(source) for source in sources]
     fillings = [
-        team.begin(*(array("Q", [each]) for each in (to.ctypes.data, source.ctypes.data, source.nbytes)), 6, None)
+        begin(team, *(array("Q", [each]) for each in (to.ctypes.data, source.ctypes.data, source.nbytes)), 6, None)
         for to, source in zip(targets, sources, strict=True)
     ]
     for filling in fillings:

@@ -79,7 +79,9 @@ class _Module(ForkSafeLock):
         with file_lock(cache_folder() / f"{self.name}.lock", _WAIT_S) as has_waited:
             if not has_waited or _find_kept(stem) is None:
                 self.failure = _compile(recipe, stem)
-        return _find_kept(stem)
+        if (found := _find_kept(stem)) is None and not self.failure:
+            self.failure = "what was compiled cannot be loaded"
+        return found
 
 
 NAMES = build.NAMES

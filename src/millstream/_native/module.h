@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <span>
 
 namespace {
@@ -53,6 +54,16 @@ PyObject* bind(PyObject* self, PyMethodDef (&methods)[N]) {
   }
   Py_DECREF(self);
   return bound;
+}
+
+// A module of Python's, of the functions of its files.
+PyObject* make_module(const char* name, std::initializer_list<PyMethodDef*> files) {
+  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, name, nullptr, -1, nullptr};
+  PyObject* module = PyModule_Create(&definition);
+  for (PyMethodDef* functions : files) {
+    if (module != nullptr && PyModule_AddFunctions(module, functions) != 0) Py_CLEAR(module);
+  }
+  return module;
 }
 
 }  // namespace

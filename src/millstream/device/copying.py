@@ -68,36 +68,19 @@ class Filler:
         self._begin = functools.partial(core.begin, core.make_team(self.num_threads - 1))
         self._finish = core.finish
 
-    def begin(
-        self,
-        to: array[int],
-        sources: array[int],
-        num_bytes: array[int],
-        num_threads: int | None,
-        owner: object,
-        *,
-        past_caches: bool = False,
-    ) -> Filling:
-        """Begin to copy pieces of memory, and return at once.
-
-        Args:
-            to: Addresses, of 64 bits each.
-            sources: As many addresses.
-            num_bytes: Their lengths.
-            num_threads: How many threads may take part, the one that finishes included; ``None`` for as many as help.
-            owner: Keeps the memory on both sides, until all is copied.
-            past_caches: Whether the processors' caches shall keep nothing of it, where that is possible.
-        """
-        start = self.prepare(to, num_bytes, num_threads, past_caches=past_caches)
-        return self.follow(start(sources.buffer_info()[0], owner))
-
     def prepare(
         self, to: array[int], num_bytes: array[int], num_threads: int | None, *, past_caches: bool = False
     ) -> Callable[[int, object], object | None]:
-        """``begin`` for pieces of memory that are filled again and again, as long as these arrays are there.
+        """What begins to fill pieces of memory, again and again as long as these arrays are there, and returns at once.
 
-        It takes the address of the sources' addresses, and their owner; it gives what ``follow`` takes, which is
-        ``None`` where all was copied at once.
+        It takes the address of the sources' addresses, and an owner, which keeps the memory on both sides until all is
+        copied; it gives what ``follow`` takes, which is ``None`` where all was copied at once.
+
+        Args:
+            to: Addresses, of 64 bits each.
+            num_bytes: As many lengths.
+            num_threads: How many threads may take part, the one that finishes included; ``None`` for as many as help.
+            past_caches: Whether the processors' caches shall keep nothing of it, where that is possible.
         """
         addresses = to.buffer_info()[0], num_bytes.buffer_info()[0]
         return functools.partial(self._begin, len(to), *addresses, num_threads or self.num_threads, past_caches)

@@ -68,7 +68,6 @@ class Scene:
         entries += [(vars(self), "later", MISSING), (vars(Settings), "later", MISSING), (vars(Settings), "rate", 0.5)]
         entries += [(SlotAttributes(self.slotted), "rate", 0.5)]
         self.guards = native.QuickGuards(
-            native.load_tensors(),
             entries,
             [self.holder, self.items],
             [(self.order, (*self.order,))],
@@ -196,9 +195,7 @@ def test_a_change_that_is_taken_back_is_none(scene):
 
 def test_several_listen_to_one_dict(scene):
     other = Scene()
-    other.guards = native.QuickGuards(
-        native.load_tensors(), [(scene.holder, "rate", 0.5)], [scene.holder], [], [], [], [], [], []
-    )
+    other.guards = native.QuickGuards([(scene.holder, "rate", 0.5)], [scene.holder], [], [], [], [], [], [])
     assert other.guards.hold() == 1
     scene.holder["rate"] = 0.25
     assert scene.guards.hold() == other.guards.hold() == 0
@@ -218,7 +215,7 @@ def test_versions_count_up(scene):
 
 def test_what_cannot_be_watched_is_refused():
     with pytest.raises(ValueError, match="beyond"):
-        native.QuickGuards(native.load_tensors(), [((1, 2), 0, 1)], [], [], [], [], [], [], [])
+        native.QuickGuards([((1, 2), 0, 1)], [], [], [], [], [], [], [])
 
 
 def make_step(model, opt):

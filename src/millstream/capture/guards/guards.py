@@ -28,7 +28,7 @@ from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_h
 from millstream._torch.scaler import is_idle
 from millstream._torch.switches import precision_told_by
 from millstream._torch.tensors import layout_check
-from millstream.capture.guards.native import ALL, BORROWED, NOTHING, QuickGuards, load_tensors
+from millstream.capture.guards.native import ALL, BORROWED, NOTHING, QuickGuards
 from millstream.capture.lines import is_millstreams, is_users_own
 from millstream.capture.record.location import MISSING, Attributes, Items, Location
 from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
@@ -314,10 +314,8 @@ class Guards:
 
     def quicken(self, written: Sequence[Tensor]) -> None:
         """From now on let compiled code look first, where it can be had; it also counts up versions of ``written``."""
-        self.is_quickened, library = True, load_tensors()
+        self.is_quickened = True
         install_later()
-        if library is None:
-            return
         entries = [*self.entries.triples()]
         entries += ((*pair, MISSING) for pair in self.absent.things)
         entries += ((cell, None, value) for cell, value in zip(self.cells.things, self.cells.values, strict=True))
@@ -333,7 +331,6 @@ class Guards:
         borrowed = [*self.borrowed.triples(), *(entry for entry in entries if _is_of_library(entry[0]))]
         with contextlib.suppress(ValueError):
             self.quick = QuickGuards(
-                library,
                 [entry for entry in entries if not _is_of_library(entry[0])],
                 self.sizes.things,
                 [*zip(self.orders.things, self.orders.values, strict=True)],

@@ -29,7 +29,6 @@ class QuickGuards:
     """Conditions on entries, containers and tensors, in compiled code.
 
     Args:
-        library: From ``load_tensors``.
         entries: Dict, list, closure cell or mapping; key; and the value it must hold, or ``MISSING``.
         containers: Dicts and lists that must keep their length.
         orders: Dicts, and the keys that they must have, in that order.
@@ -41,12 +40,11 @@ class QuickGuards:
         borrowed: Like ``entries``, of PyTorch's and Python's modules and classes, which hardly ever change.
 
     Raises:
-        ValueError: Something cannot be watched in this way.
+        ValueError: Something cannot be watched in this way, or there is no compiled code.
     """
 
     def __init__(  # noqa: PLR0913  one a kind of what is compared
         self,
-        library: Any,
         entries: Sequence[tuple[Any, Any, Any]],
         containers: Sequence[Any],
         orders: Sequence[tuple[dict[Any, Any], tuple[Any, ...]]],
@@ -61,9 +59,7 @@ class QuickGuards:
         self._kept = tuple(
             map(list, (entries, containers, orders, pins, functions, tensors, gradients, written, borrowed))
         )
-        self.hold, self.bump_versions = library.make_guards(place_of_implementation(), MISSING, *self._kept)
-
-
-def load_tensors() -> Any | None:
-    """The compiled code, or ``None`` where it cannot be had."""
-    return None if place_of_implementation() is None else _native.load("tensors")
+        compiled, place = _native.load("tensors"), place_of_implementation()
+        if compiled is None or place is None:
+            raise ValueError("There is no compiled code.")
+        self.hold, self.bump_versions = compiled.make_guards(place, MISSING, *self._kept)
