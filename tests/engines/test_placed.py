@@ -30,6 +30,8 @@ def _free_links(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(placed, "cpu_link", lambda: Link("free", (Rate(0, 0, 1e18),)))
     monkeypatch.setattr(search, "MOST_KERNELS", 1_000)
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):  # written and compiled in half the time
+        yield
 
 
 class Towers(nn.Module):
@@ -40,7 +42,7 @@ class Towers(nn.Module):
         self.embedding = nn.Embedding(16, 8)
         shared = nn.Linear(32, 32)
         self.towers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 32), norm, nn.GELU(), nn.Dropout(0.3), shared, nn.Tanh(), nn.Linear(32, 8))
+            nn.Sequential(nn.Linear(32, 32), norm, nn.Dropout(0.3), shared, nn.Tanh(), nn.Linear(32, 8))
             for norm in (nn.BatchNorm1d(32), nn.LayerNorm(32))
         )
         self.head = nn.Linear(16, 4)
@@ -82,7 +84,8 @@ def train(**settings):
     torch.manual_seed(1)
     results = []
     for number in range(9):
-        results.append(step(*batch()))
+        with worker_pool().busy if number == 7 else contextlib.nullcontext():  # that call finds them busy
+            results.append(step(*batch()))
         if number == 4:  # eager calls on the same state, and a change of it
             loss = F.cross_entropy(model(batch()[0]), batch()[1])
             loss.backward()
@@ -117,18 +120,6 @@ def test_steps_give_the_bits_of_one_device(engine, devices):
     graph = executable.plan.graph
     assert {b.device for b in graph.buffers if b.role is Role.STATE} == {"cpu:0"}
     assert executable.num_streams == (1 if engine == "serial" else executable.num_streams)
-
-
-def test_busy_workers_leave_a_call_to_one_device():
-    _, expected = train(engine="threads")
-    step, _, _ = make_step(engine="threads", devices=DEVICES)
-    torch.manual_seed(1)
-    results = []
-    for number in range(5):
-        with worker_pool().busy if number == 4 else contextlib.nullcontext():
-            results += step(*batch())
-    assert is_the_same(results, expected[: len(results)])
-    assert devices_of(step) == [DEVICES]
 
 
 class Branches(nn.Module):
@@ -178,7 +169,7 @@ def test_what_does_not_fit_on_one_device_runs_on_two():
         torch.manual_seed(0)
         model = Branches(5)
 
-        @ms.step(strict=True, engine="serial", **settings)
+        @ms.step(strict=True, **settings)
         def step(x):
             loss = sum(F.gelu(each).square().mean() for each in model(x))
             loss.backward()
@@ -188,11 +179,14 @@ def test_what_does_not_fit_on_one_device_runs_on_two():
                     parameter.grad = None
             return loss
 
-        return [step(torch.randn(512, 64)) for _ in range(3)], executables(step)[-1]
+        results = [step(torch.randn(512, 64)) for _ in range(3)]
+        with worker_pool().busy:
+            results.append(step(torch.randn(512, 64)))
+        return results, executables(step)[-1]
 
-    expected, alone = train_branches()
+    expected, alone = train_branches(engine="serial")
     bound = alone.peak_bytes * 7 // 8
-    found, executable = train_branches(devices=DEVICES, memory=bound)
+    found, executable = train_branches(engine="threads", devices=DEVICES, memory=bound)
     assert is_the_same(found, expected)
     assert executable.plan.graph.devices == tuple(DEVICES)
     assert all(assign_offsets(executable.plan, device).arena_bytes <= bound for device in DEVICES)

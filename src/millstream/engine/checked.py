@@ -32,7 +32,7 @@ class KernelCheck:
 
     def __init__(self, program: Program, *, nan: bool) -> None:
         self._program, self._nan = program, nan
-        self._devices = [torch.device(name) for name in program.devices if name != "cpu"]
+        self._devices = [torch.device(name) for name in program.devices if not name.startswith("cpu")]
 
     def __call__(self, number: int, launch: Callable[[], Any], written: tuple[Tensor, ...]) -> Any:
         """Launch a kernel, wait for it, and look at what it has made.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from millstream.device import guard
-from millstream.engine.arena import Arena, bind_arena
+from millstream.engine.arena import Arena, bind_arena, bind_arenas
 from millstream.engine.checked import wanted_check
 from millstream.engine.engine import Engine
 from millstream.engine.source import Run, compile_plan
@@ -35,7 +35,8 @@ class SerialEngine(Engine):
         super().__init__(lowered, plan)
         self.arena = arena or Arena()  # it serves one call at a time
         self._shares_memory = arena is not None
-        self._place = next((name for name in sorted(lowered.program.devices) if name != "cpu"), "cpu")
+        devices = sorted(lowered.program.devices)
+        self._place = next((name for name in devices if not name.startswith("cpu")), "cpu")
         self._check = wanted_check(lowered.program)
         self._run: Run | None = (
             None  # made by the first call: engines are built while PyTorch compiles, among fake tensors
@@ -61,6 +62,8 @@ class SerialEngine(Engine):
             self.arena.give_back(self)
 
     def _bind(self) -> dict[str, torch.Tensor]:
+        if len(self.plan.graph.devices) > 1:  # virtual ones, each with an arena of its own
+            return bind_arenas(self.lowered.program, self.plan)
         layout = assign_offsets(self.plan)
         return bind_arena(self.lowered.program, layout, self.arena.take(layout.arena_bytes, layout.device, self))
 

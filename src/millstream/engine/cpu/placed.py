@@ -29,8 +29,8 @@ from millstream.engine.cpu.placed_program import find_constraints, place_program
 from millstream.engine.cpu.threads_native import Runner, compile_threads
 from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
 from millstream.engine.engine import Engine
-from millstream.engine.source import compile_plan
-from millstream.graph import CHOSEN, Candidate
+from millstream.engine.serial import SerialEngine
+from millstream.graph import CHOSEN, Candidate, Plan
 from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered
 from millstream.placement import Machine, PlacedPlan, check_streams, place
@@ -89,12 +89,11 @@ class PlacedEngine(Engine):
         num_streams = scheduling.streams or max(most // len(devices), 1)
         self._machine = functools.partial(Machine, tuple(devices), streams=num_streams, memory_bytes=memory_bytes)
         self._num_threads = max(most // (len(devices) * num_streams), 1)
-        self._placed: PlacedPlan | None = None if one else self._place(Roofline().estimate(lowered.program.graph))
-        self._program: Program | None = None
-        self._settled = False
-        self._run: Runner | None = None
-        self._pool: WorkerPool | None = None  # that the run was made for
-        self._alone = ForkSafeLock()
+        self._first = None if one else self._place(Roofline().estimate(lowered.program.graph))
+        self._chosen: _Threads | SerialEngine | None = None
+        self._costs: Costs | None = None
+        self._settled = self._is_planning = False
+        self._planning = ForkSafeLock()
         self._candidates: tuple[Candidate, ...] = ()
 
     @property
@@ -103,9 +102,7 @@ class PlacedEngine(Engine):
 
     @property
     def costs(self) -> Costs | None:
-        if self._placed is not None:
-            return self._placed.costs
-        return None if self.one is None else self.one.costs
+        return self._costs if self._chosen or self.one is None else self.one.costs
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -113,57 +110,74 @@ class PlacedEngine(Engine):
 
     @property
     def shares_memory(self) -> bool:
-        return self._settled and self._placed is None and self.one is not None and self.one.shares_memory
+        return self._settled and self._chosen is None and self.one is not None and self.one.shares_memory
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if not self._settled and (self.one is None or self.one.is_settled):
-            self._find_plan(inputs)
-        if self._placed is not None:
-            return self._run_placed(inputs)
+            self._settle(inputs)
+        if self._settled and self._chosen is not None:
+            return self._chosen(inputs)
         assert self.one is not None, "what does not fit on one device is placed"
         result = self.one(inputs)
         self.plan, self.name = self.one.plan, self.one.name
         return result
 
     def release(self) -> None:
-        self._run = None
-        if self.one is not None:
-            self.one.release()
+        for engine in (self.one, self._chosen):
+            if engine is not None:
+                engine.release()
+
+    def _settle(self, inputs: Sequence[Any]) -> None:
+        """Find the plan; another call meanwhile, also one of a kernel's, runs on one device."""
+        if not self._planning.lock.acquire(blocking=self.one is None):
+            return
+        try:
+            if not self._settled and not self._is_planning:
+                self._is_planning = True
+                self._find_plan(inputs)
+                self._settled = True
+        finally:
+            self._is_planning = False
+            self._planning.lock.release()
 
     def _find_plan(self, inputs: Sequence[Any]) -> None:
         """Place, and take that if it was asked for, does not fit on one device, or is faster."""
-        program, one = self.lowered.program, self.one
-        self._settled = True
+        one = self.one
         if one is None:
-            assert self._placed is not None, "it was placed at the start"
-            self._set_placed(self._placed)
+            assert self._first is not None, "it was placed at the start"
+            self._choose(self._make(self._first), self._first.costs)
             return
         costs = self._find_costs(one, inputs)
-        if self._asked is None and ON_CPU.leaves_nothing_to_gain(program.graph, costs, costs.total_ns):
+        if self._asked is None and ON_CPU.leaves_nothing_to_gain(self.lowered.program.graph, costs, costs.total_ns):
             return
         placed = self._place(costs)
         if len(placed.devices) < 2:
             return
-        name, self.name = self.name, self._asked or "threads"
-        self._set_placed(placed)
-        first, candidate = assess(one.plan, costs), assess(self.plan, placed.costs)
+        made = self._make(placed)
+        first, candidate = assess(one.plan, costs), assess(made.plan, placed.costs)
         if self._asked:
             self._candidates = first.describe("not asked for"), candidate.describe(CHOSEN)
-            return
-        trial = Trial(self.lowered, inputs, one, lambda plan, share: self._run_placed, self._num_threads)
-        best, self._candidates = choose([first, candidate], trial, inf, ON_CPU)
-        if best is first:
-            self._placed = self._program = self._run = None
-            self.plan, self.name = one.plan, name
+        else:
+            trial = Trial(self.lowered, inputs, one, lambda plan, share: made, self._num_threads)
+            best, self._candidates = choose([first, candidate], trial, inf, ON_CPU)
+            if best is first:
+                return
+        self._choose(made, placed.costs)
 
     def _place(self, costs: Costs) -> PlacedPlan:
         program = self.lowered.program
         return place(program.graph, costs, self._machine(link=cpu_link()), find_constraints(program))
 
-    def _set_placed(self, placed: PlacedPlan) -> None:
+    def _make(self, placed: PlacedPlan) -> _Threads | SerialEngine:
         check_streams(placed.plan)
-        self._placed, self._program = placed, place_program(self.lowered.program, placed.placement)
-        self.plan = plan_serial(placed.graph) if self.name == "serial" else placed.plan
+        lowered = replace(self.lowered, program=place_program(self.lowered.program, placed.placement))
+        serial = SerialEngine(lowered, plan_serial(placed.graph))
+        if self._asked == "serial":
+            return serial
+        return _Threads(lowered.program, placed.plan, self._num_threads, self.one or serial)
+
+    def _choose(self, made: _Threads | SerialEngine, costs: Costs) -> None:
+        self.plan, self.name, self._costs, self._chosen = made.plan, self._asked or "threads", costs, made
 
     def _find_costs(self, one: Engine, inputs: Sequence[Any]) -> Costs:
         """What the kernels were measured to take on one device."""
@@ -174,29 +188,36 @@ class PlacedEngine(Engine):
             meter = measure_kernels(self.lowered.program, plan_serial(graph), inputs)
         return replace(Roofline().estimate(graph), kernels=tuple(KernelCost(ns or 0) for ns in meter.least_ns))
 
-    def _run_placed(self, inputs: list[Any]) -> list[Any]:
-        """Run on all devices, or on one where another call has them."""
+
+class _Threads:
+    """Runs a placed plan on threads; a call that finds them busy goes to another engine.
+
+    Attributes:
+        plan: What it runs.
+    """
+
+    def __init__(self, program: Program, plan: Plan, num_threads: int, otherwise: Engine) -> None:
+        self.plan = plan
+        self._program, self._num_threads, self._otherwise = program, num_threads, otherwise
+        self._run: Runner | None = None
+        self._pool: WorkerPool | None = None  # that the run was made for
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
         pool = worker_pool()
-        lock = self._alone.lock if self.name == "serial" else pool.busy
-        if not lock.acquire(blocking=self.one is None):
-            assert self.one is not None, "a call waits where there is no other way"
-            return self.one(inputs)
+        if not pool.busy.acquire(blocking=False):
+            return self._otherwise(inputs)
         try:
-            if self._pool is not pool:
-                self._run, self._pool = None, pool
+            if self._run is None or self._pool is not pool:
+                bound = bind_arenas(self._program, self.plan)
+                self._run, self._pool = compile_threads(self._program, self.plan, bound, pool, self._num_threads), pool
             with intra_op_threads(self._num_threads):
-                return (self._run or self._prepare(pool))(inputs)
+                return self._run(inputs)
         except BaseException:
             self._run = None  # its signals may stand anyhow
             raise
         finally:
-            lock.release()
+            pool.busy.release()
 
-    def _prepare(self, pool: WorkerPool) -> Runner:
-        assert self._program is not None, "it is placed"
-        bound = bind_arenas(self._program, self.plan)
-        if self.name == "serial":
-            self._run = run = compile_plan(self._program, self.plan, bound)
-        else:
-            self._run = run = compile_threads(self._program, self.plan, bound, pool, self._num_threads)
-        return run
+    def release(self) -> None:
+        """Give the arenas back; the next call takes them again."""
+        self._run = None
