@@ -171,7 +171,8 @@ def test_what_does_not_fit_on_one_device_runs_on_two():
 
         @ms.step(strict=True, **settings)
         def step(x):
-            loss = sum(F.gelu(each).square().mean() for each in model(x))
+            left, right = model(x)
+            loss = (left * right).mean()
             loss.backward()
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -185,10 +186,10 @@ def test_what_does_not_fit_on_one_device_runs_on_two():
         return results, executables(step)[-1]
 
     expected, alone = train_branches(engine="serial")
-    bound = alone.peak_bytes * 7 // 8
+    bound = alone.peak_bytes * 3 // 4
     found, executable = train_branches(engine="threads", devices=DEVICES, memory=bound)
     assert is_the_same(found, expected)
-    assert executable.plan.graph.devices == tuple(DEVICES)
+    assert sorted(executable.plan.graph.devices) == DEVICES
     assert all(assign_offsets(executable.plan, device).arena_bytes <= bound for device in DEVICES)
     with pytest.raises(ArgumentError, match="too small"):
         train_branches(devices=DEVICES, memory=64)

@@ -34,7 +34,7 @@ def why_not_trace(engine: Engine) -> str:
     """Say in a few words why a program cannot be run again by itself; empty when it can."""
     program = engine.lowered.program
     if len(engine.plan.graph.devices) > 1:
-        return f"its kernels run on {', '.join(engine.plan.graph.devices)}"
+        return f"its kernels run on {', '.join(sorted(engine.plan.graph.devices))}"
     if program.numbers:
         return "its sizes are left open"
     for kernel in program.graph.kernels:

@@ -53,6 +53,7 @@ class PlacedPlan:
             [cost.duration_ns for cost in self.costs.kernels],
             self.costs.wait_ns,
             streams[machine.home],
+            lookahead=None if machine.memory_bytes is None else 1,  # the program's order is kept where memory is short
         )
         num_used = max(assignment.stream_of, default=0) + 1
         steps = place_waits(assignment.launch_order(), assignment.stream_of, predecessors, num_used)

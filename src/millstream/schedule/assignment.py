@@ -156,6 +156,7 @@ def assign_among(
     durations_ns: Sequence[int],
     wait_ns: int,
     callers: Collection[int],
+    lookahead: int | None = None,
 ) -> Assignment:
     """Assign kernels as ``assign_list`` does, each to one of the streams that it may have.
 
@@ -165,10 +166,11 @@ def assign_among(
         durations_ns: Likewise.
         wait_ns: Likewise.
         callers: Streams of the caller's device; see ``Assignment.of``.
+        lookahead: As for the others.
     """
     num_streams = 1 + max((stream for each in choices for stream in each), default=0)
     builder = _Builder(predecessors, durations_ns, wait_ns, num_streams, ())
-    for kernel in by_urgency(predecessors, rank_kernels(predecessors, durations_ns)):
+    for kernel in by_urgency(predecessors, rank_kernels(predecessors, durations_ns), lookahead):
         builder.place(kernel, choices[kernel])
     return Assignment.of(builder.stream_of, builder.start_ns, durations_ns, callers)
 
