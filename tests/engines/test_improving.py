@@ -5,8 +5,11 @@ import torch
 from torch import nn
 
 import millstream as ms
-from millstream.engine import improving
+from millstream.api import compiling as building
+from millstream.api import executables
+from millstream.engine import CudaGraphEngine, Family, improving
 from millstream.lower import compile as compiling
+from millstream.schedule import Scheduling, plan_serial
 from millstream.schedule.improve import KEPT, SLOWER
 
 
@@ -87,10 +90,10 @@ def test_errors_are_those_of_eager(clock):
         assert own <= max(1.25 * eager, float(value.abs().max()) * torch.finfo(torch.bfloat16).eps)
 
 
-def count_on(**settings):
+def count_on(dropped=0.5, **settings):
     """Results of a model that writes and counts in its buffers, and draws; and those buffers."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    model = nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.Dropout(dropped))
     run = ms.compile(model, **settings)
     with torch.no_grad():
         return run, [run(x) for x in torch.randn(5, 4, 32)], [*model.buffers()]
@@ -141,3 +144,22 @@ def test_a_choice_is_kept_on_disk(clock, tmp_path, monkeypatch):
             assert tried_by(run) == [("few-rows", KEPT)]
     assert len(lowered) == 2  # as usual, and otherwise
     assert torch.equal(*results)
+
+
+def test_a_captured_program_goes_on_as_another(device, clock, monkeypatch):
+    plain = count_on(0.0, options={"alternatives": False})  # a pretended capture would draw
+    engines = []
+
+    def build_captured(lowered, settings, **_):
+        plan = plan_serial(lowered.program.graph)
+        how = {"copy_outputs": True, "family": Family(), "scheduling": Scheduling(1), "warn": pytest.fail}
+        engines.append(CudaGraphEngine(lowered, plan, **how))
+        return engines[-1]
+
+    monkeypatch.setattr(building, "build", build_captured)
+    run, results, buffers = count_on(0.0, tune="now")
+    assert tried_by(run) == [("few-rows", KEPT)]
+    assert executables(run) == engines[2:]  # the usual one, the one that was tried, and what goes on
+    assert [engine.is_captured for engine in engines] == [False, False, True]
+    for own, usual in zip([*results, *buffers], [*plain[1], *plain[2]], strict=True):
+        torch.testing.assert_close(own, usual)

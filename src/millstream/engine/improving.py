@@ -151,10 +151,10 @@ class _Trial:
         self.lowered: dict[Choice, Lowered] = {NOTHING: usual.lowered}
         self._usual, self._lower, self._build, self._owner = usual, lower, build, owner
         self._engines: dict[Choice, Engine] = {NOTHING: usual}
-        self._best: Choice = NOTHING
+        self._latest: set[Choice] = {NOTHING}  # what was compared last: either is the best from now on
 
     def compare(self, choice: Choice, best: Choice) -> Sequence[tuple[int, int]] | str:
-        self._best = best
+        self._latest = {NOTHING, choice, best}
         try:
             own = self._engine(choice)
             if why := _why_not(own, self._usual):
@@ -168,7 +168,7 @@ class _Trial:
         for choice, engine in list(self._engines.items()):
             if choice != NOTHING:
                 engine.release()
-            if choice not in (NOTHING, self._best):
+            if choice not in self._latest:
                 del self._engines[choice]
 
     def release(self) -> None:
