@@ -5,15 +5,18 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import millstream as ms
+from millstream._torch.distributed.fake_group import among_fake_processes
 from millstream.api import executables
 from millstream.cost import Link, Rate
 from millstream.engine.cpu import placed
 from millstream.engine.cpu.worker_pool import worker_pool
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, FallbackWarning
 from millstream.graph import CHOSEN, Role
 from millstream.placement import search
 from millstream.schedule import assign_offsets
@@ -191,6 +194,8 @@ def test_what_does_not_fit_on_one_device_runs_on_two():
     assert is_the_same(found, expected)
     assert sorted(executable.plan.graph.devices) == DEVICES
     assert all(assign_offsets(executable.plan, device).arena_bytes <= bound for device in DEVICES)
+    found, _ = train_branches(engine="threads", devices=DEVICES, memory=alone.peak_bytes)
+    assert is_the_same(found, expected), "one device is enough, whatever is found for two"
     with pytest.raises(ArgumentError, match="too small"):
         train_branches(devices=DEVICES, memory=64)
 
@@ -222,3 +227,24 @@ def test_what_is_not_built_is_refused():
             ms.compile(Branches(), **settings)
     with pytest.raises(ArgumentError, match="a process for each device"):
         ms.step(lambda x: x, devices=DEVICES, data_parallel=True)
+
+
+def test_step_that_exchanges_gradients_runs_as_plain_python():
+    with among_fake_processes(2):
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(nn.Linear(4, 2))
+
+        @ms.step(devices=DEVICES)
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+            return loss
+
+        with pytest.warns(FallbackWarning, match="devices= are of one process"):
+            losses = [step(torch.ones(2, 4)) for _ in range(3)]
+        dist.destroy_process_group()
+    assert losses[2] < losses[0]

@@ -30,6 +30,7 @@ from millstream.engine.cpu.threads_native import Runner, compile_threads
 from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
 from millstream.engine.engine import Engine
 from millstream.engine.serial import SerialEngine
+from millstream.errors import ArgumentError, PlanError
 from millstream.graph import CHOSEN, Candidate, Plan
 from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered
@@ -150,7 +151,11 @@ class PlacedEngine(Engine):
         costs = self._find_costs(one, inputs)
         if self._asked is None and ON_CPU.leaves_nothing_to_gain(self.lowered.program.graph, costs, costs.total_ns):
             return
-        placed = self._place(costs)
+        try:
+            placed = self._place(costs)
+        except (ArgumentError, PlanError) as error:  # one device does as well
+            self.notes.append(f"{self.lowered.program.graph.name} runs on one device: {error}")
+            return
         if len(placed.devices) < 2:
             return
         made = self._make(placed)
