@@ -461,7 +461,7 @@ class Search:
         for variable in _OF_SYS.intersection(names.read) if "sys" in names.all else ():
             self.follow(f"sys.{variable}", vars(sys), variable)
         if finds_modules(names):
-            for path, module in list(sys.modules.items()):
+            for path, module in sys.modules.copy().items():  # at once: a collection, or a thread, may import
                 if isinstance(module, types.ModuleType) and is_users_module(module, is_users_own):
                     self.visit(path, module)
 
