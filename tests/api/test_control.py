@@ -119,6 +119,26 @@ def test_scans_are_as_long_as_what_they_are_given():
     torch.testing.assert_close(compiled(x, w), recurrence(x, w), rtol=1e-9, atol=1e-9)
 
 
+@torch.no_grad()
+def test_slices_are_written_where_they_are_stacked():
+    def both(x, w):
+        def turn(carry, row):
+            new = torch.tanh(carry * w + row)
+            return new, (new * row, row + 1)
+
+        last, (rows, others) = scan(turn, x[0] * 0, x)
+        return last, rows, others, map_slices(lambda row, w: (row * w).sin(), x, w)
+
+    given = tensors((5, 3, 3), (3, 3))
+    compiled = ms.compile(both, engine="serial", strict=True)
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            results = compiled(*given)
+    assert "aten::copy_" not in {event.key for event in profile.key_averages()}
+    for ours, theirs in zip(results, both(*given), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def two_branches(x, w, buffer):
     left = torch.cond(x.sum() > 0, lambda a, b: (a + buffer) @ b, lambda a, b: a - b, (x, w))
     right = torch.cond(w.sum() > 0, lambda a: torch.sin(a) @ w, lambda a: a * 3, (x,))

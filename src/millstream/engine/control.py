@@ -35,15 +35,32 @@ def prepare(control: Control, compile_plan: Compile) -> Callable[[Sequence[Tenso
         compile_plan: Makes functions of its bodies.
     """
     if control not in _prepared:
-        _prepared[control] = _runner(control, [_Body(body, compile_plan) for body in control.bodies])
+        places = _places(control)
+        bodies = [_Body(body, compile_plan, tuple(places.values())) for body in control.bodies]
+        _prepared[control] = _runner(control, bodies, [*places])
     return _prepared[control]
+
+
+def _places(control: Control) -> dict[int, str]:
+    """Results of a scan's or map's body that are written where they are stacked: positions, and which buffers."""
+    found: dict[int, str] = {}
+    for body in control.bodies if control.num_sliced else ():
+        program = body.program
+        for place in {*range(control.num_carried, len(control.results))} - body.copied:
+            name, stack = program.outputs[place].name, control.results[place]
+            layout = program.layouts.get(name)
+            wanted = stack.size[1:], stack.stride[1:], stack.dtype
+            if layout is not None and (layout.size, layout.stride, layout.dtype) == wanted:
+                found[place] = name
+    return found
 
 
 class _Body(ForkSafeLock):
     """A body that can be called, by one thread at a time."""
 
-    def __init__(self, body: Body, compile_plan: Compile) -> None:
+    def __init__(self, body: Body, compile_plan: Compile, placed: tuple[str, ...] = ()) -> None:
         super().__init__()
+        self._placed = placed
         self._body, self._compile = body, compile_plan
         self._relaid = [(place, body.given[place]) for place in sorted(body.relaid)]
         self._copied = [(place, body.made[place]) for place in sorted(body.copied)]
@@ -53,7 +70,7 @@ class _Body(ForkSafeLock):
         """Run it.
 
         Args:
-            given: Its inputs; the list is emptied.
+            given: Its inputs, and the memory for the buffers that are placed; the list is emptied.
         """
         for place, layout in self._relaid:
             given[place] = _copy(given[place], layout)
@@ -68,11 +85,11 @@ class _Body(ForkSafeLock):
         plan = plan_serial(program.graph)
         check_plan(plan)
         bound = bind_arena(program, assign_offsets(plan))
-        self._run = self._compile(program, plan, bound, observe=wanted_check(program))
+        self._run = self._compile(program, plan, bound, observe=wanted_check(program), placed=self._placed)
         return self._run
 
 
-def _runner(control: Control, bodies: list[_Body]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+def _runner(control: Control, bodies: list[_Body], placed: list[int]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """What runs these bodies; it doesn't hold the control flow that it is kept for."""
     num_carried, num_sliced, results = control.num_carried, control.num_sliced, control.results
 
@@ -99,10 +116,12 @@ def _runner(control: Control, bodies: list[_Body]) -> Callable[[Sequence[Tensor]
         places = zip(*(stack.unbind(0) for stack in stacks), strict=True) if stacks else iter(())
         slices = zip(*(each.unbind(0) for each in tensors[num_carried : num_carried + num_sliced]), strict=True)
         for parts in slices:
-            made = turn([*carried, *parts, *others])
+            rows = next(places, ())
+            made = turn([*carried, *parts, *others, *(rows[each - num_carried] for each in placed)])
             carried = made[:num_carried]
-            for place, value in zip(next(places, ()), made[num_carried:], strict=True):
-                place.copy_(value)
+            for row, value in zip(rows, made[num_carried:], strict=True):
+                if value is not row:
+                    row.copy_(value)
         carried = [
             each if each.stride() == layout.stride else _copy(each, layout)
             for each, layout in zip(carried, results[:num_carried], strict=True)

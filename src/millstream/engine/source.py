@@ -92,6 +92,7 @@ def compile_plan(
     observe: Observe | None = None,
     numbers: Numbers | None = None,
     repeats: bool = False,
+    placed: Sequence[str] = (),
 ) -> Run:
     """Compile a plan into a Python function.
 
@@ -105,13 +106,14 @@ def compile_plan(
         numbers: What the program leaves open until it is called, where it was made with named numbers.
         repeats: Whether numbers are to stay out of the text: then it is the same at another size, or with other inputs,
             and Python need not compile it again.
+        placed: Buffers that are not made: the memory for each is given, after the inputs.
 
     Returns:
         The function; tracebacks through it show its source. With several streams it may leave another one current when
         it raises.
     """
     bound = {**program.constants, **(bound or {})}
-    return Writer(program, plan, bound, context, observe, numbers, repeats=repeats).compile()
+    return Writer(program, plan, bound, context, observe, numbers, repeats=repeats, placed=placed).compile()
 
 
 def callee(call: Call) -> Callable[..., Any]:
@@ -134,8 +136,9 @@ class Writer:
         numbers: Numbers | None = None,
         *,
         repeats: bool = False,
+        placed: Sequence[str] = (),
     ) -> None:
-        self.program, self.plan, self.repeats = program, plan, repeats
+        self.program, self.plan, self.repeats, self.placed = program, plan, repeats, placed
         self.context, self.observe, self.numbers = context, observe, numbers
         self.parallel = plan.num_streams > 1
         self.current = 0  # the stream that is current at this point of the text
@@ -198,6 +201,8 @@ class Writer:
                 self.lines.append(f"{self._local(name)} = inputs[{position}]")
                 if name in self.program.aligned:
                     self._write_alignment(name)
+        for position, name in enumerate(self.placed, len(self.program.inputs)):
+            self.lines.append(f"{self._local(name)} = inputs[{position}]")
         self.lines.append("inputs.clear()")
 
     def _write_alignment(self, name: str) -> None:
@@ -244,7 +249,7 @@ class Writer:
         return [*_values_in((trees, self.program.outputs))]
 
     def _write_allocation(self, buffer: str, stream: int) -> None:
-        if buffer in self.bound:
+        if buffer in self.bound or buffer in self.placed:
             return
         self._enter(stream)
         layout = self.program.layouts[buffer]
