@@ -8,9 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import settings as property_settings
-from hypothesis import strategies as st
 from torch import nn
 
 import millstream as ms
@@ -202,9 +199,9 @@ def test_number_that_changes_beside_a_size_that_changes():
     assert len(step.graphs) <= 3
 
 
-@property_settings(max_examples=4)
-@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7), st.booleans()), min_size=2, max_size=6))
-def test_any_sequence_of_independent_sizes_equals_eager(sizes):
+def test_independent_sizes_equal_eager():
+    sizes = [(3, 5, False), (4, 2, True), (5, 5, False), (0, 1, False), (1, 0, True), (7, 3, False), (2, 6, True)]
+
     def mix(a, b):
         return torch.cat([a, b]).softmax(0), a @ b.T, a.sum() + b.mean(0), a.shape[0] * 2 - b.shape[0]
 
