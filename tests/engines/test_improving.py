@@ -8,6 +8,7 @@ import millstream as ms
 from millstream.api import compiling as building
 from millstream.api import executables
 from millstream.engine import CudaGraphEngine, Family, improving
+from millstream.engine.planning.background import Background
 from millstream.lower import compile as compiling
 from millstream.schedule import Scheduling, plan_serial
 from millstream.schedule.improve import KEPT, SLOWER
@@ -163,3 +164,19 @@ def test_a_captured_program_goes_on_as_another(device, clock, monkeypatch):
     assert [engine.is_captured for engine in engines] == [False, False, True]
     for own, usual in zip([*results, *buffers], [*plain[1], *plain[2]], strict=True):
         torch.testing.assert_close(own, usual)
+
+
+@pytest.mark.parametrize("tune", ["first", "background"])
+def test_trials_wait_for_their_share_of_the_time(clock, monkeypatch, tune):
+    now = [0.0]
+    monkeypatch.setattr(improving, "Background", lambda steps, **how: Background(steps, lambda: now[0], **how))
+    model, x, _ = made()
+    with torch.no_grad():
+        run = ms.compile(model, tune=tune, streams=1)
+        for _ in range(2 * improving.BETWEEN):
+            run(x)
+        assert not clock["ran"]
+        now[0] = 1e6  # seconds
+        for _ in range(4 * improving.BETWEEN):
+            run(x)
+    assert tried_by(run) == [("few-rows", KEPT)]

@@ -32,6 +32,7 @@ from millstream.schedule.scheduling import GRANULE_BYTES
 
 SHARES = {"background": SHARE, "first": 0.05, "now": 1e9}
 """Of the time, by ``tune=``, that trials may take."""
+BETWEEN = 16  # calls from one look at the clock to the next; a power of two
 MOST_CALLS = 6  # until a variant has measured its kernels, has a plan, and is captured
 PAIRS = 15  # of runs that are compared
 LEAST_NS = 1_000_000  # a sample takes: shorter programs run several times
@@ -70,6 +71,7 @@ class Improving(ForkSafeLock):
             self._improve(), share=SHARES[tune], longest=0.0 if tune == "now" else _expected_s(lowered)
         )
         self._at_once = tune == "now"
+        self._calls, self._mask = 0, 0 if self._at_once else BETWEEN - 1
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         return self.current(inputs) if self._work is None else self._call(inputs, self._work)
@@ -79,7 +81,8 @@ class Improving(ForkSafeLock):
         self.current.release()
 
     def _call(self, inputs: list[Any], work: Background[Any]) -> list[Any]:
-        if not work.is_due:
+        self._calls += 1
+        if self._calls & self._mask or not work.is_due:
             self._running.append(None)  # no lock: of one program, threads may run several calls at once
             try:
                 if not self._is_trying:
