@@ -84,7 +84,7 @@ class PlacedEngine(Engine):
         memory_bytes: int | None,
     ) -> None:
         super().__init__(lowered, plan_serial(lowered.program.graph) if one is None else one.plan)
-        self.name = asked or "threads"
+        self.name = asked or "threads" if one is None else one.name
         self.one, self._asked = one, asked
         most = torch.get_num_threads()
         num_streams = scheduling.streams or max(most // len(devices), 1)
@@ -119,9 +119,7 @@ class PlacedEngine(Engine):
         if self._settled and self._chosen is not None:
             return self._chosen(inputs)
         assert self.one is not None, "what does not fit on one device is placed"
-        result = self.one(inputs)
-        self.plan, self.name = self.one.plan, self.one.name
-        return result
+        return self.one(inputs)
 
     def release(self) -> None:
         for engine in (self.one, self._chosen):
@@ -148,6 +146,7 @@ class PlacedEngine(Engine):
             assert self._first is not None, "it was placed at the start"
             self._choose(self._make(self._first), self._first.costs)
             return
+        self.plan, self.name = one.plan, one.name  # as it has settled
         costs = self._find_costs(one, inputs)
         if self._asked is None and ON_CPU.leaves_nothing_to_gain(self.lowered.program.graph, costs, costs.total_ns):
             return
