@@ -180,3 +180,21 @@ def test_trials_wait_for_their_share_of_the_time(clock, monkeypatch, tune):
         for _ in range(4 * improving.BETWEEN):
             run(x)
     assert tried_by(run) == [("few-rows", KEPT)]
+
+
+def test_a_step_on_disk_that_tried_nothing_is_tried_now(clock, tmp_path, monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_WARM_START", "1")
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    model, x, _ = made()
+
+    def step(x):
+        with torch.no_grad():
+            return model(x)
+
+    told = []
+    for tune in ("first", "now", "first"):
+        run = ms.step(step, tune=tune, strict=True)
+        for _ in range(5):
+            run(x)
+        told.append(tried_by(run))
+    assert told == [[], [("few-rows", KEPT)], [("few-rows", KEPT)]]

@@ -176,7 +176,8 @@ def _step(settings: Settings, how: dict[str, Any], fn: Callable[..., Any]) -> St
                 raise CaptureError("devices= are of one process, and the step exchanges gradients with others")
             return AgreedEngine(*args, settings=settings, **kwargs)
 
-        return StepProgram(gm, inputs, static, name=name, build=build, options=settings.options, join=join)
+        how = {"options": settings.options, "tries_now": settings.scheduling.tune == "now"}
+        return StepProgram(gm, inputs, static, name=name, build=build, join=join, **how)
 
     return step_of(
         fn,

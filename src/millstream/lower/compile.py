@@ -205,6 +205,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
     step_state: frozenset[int] | None = None,
     freeze: bool = False,
     cutting: Cutting | None = None,
+    tries_now: bool = False,
 ) -> Callable[..., Any]:
     """Compile a graph, for inference or for forward and backward as autograd demands, into programs.
 
@@ -220,6 +221,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
         step_state: For a whole training step: positions of the inputs whose memory stays the same between calls.
         freeze: Without gradients, fold the parameters that are attributes of the graph.
         cutting: What is done with a graph that has collectives, instead of ``finish``.
+        tries_now: Whether a step on disk is of use only with what came of its alternatives.
 
     Returns:
         A callable on the flat inputs that returns the flat outputs.
@@ -279,7 +281,8 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
         progress.phase("looking on disk")
         facts = {"step": step_state, **({"reproducible": True} if is_fixed else {})}
         step = open_record(gm, inputs, facts, {}) if step_state is not None else None
-        if step is not None and (found := step.load()) is not None:
+        is_untried = tries_now and may_try(is_fixed=is_fixed) and step is not None and step.noted_choice() is None
+        if step is not None and not is_untried and (found := step.load()) is not None:
             run = finish(_from_disk(found, step, f"{name}.{Phase.STEP}", start, is_fixed=is_fixed))
             return lambda *inputs: run([*found.added, *inputs])
         progress.phase("preparing the graph")

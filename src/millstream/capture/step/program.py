@@ -56,6 +56,7 @@ class StepProgram:
         name: str,
         build: Callable[..., Runnable],
         options: dict[str, Any] | None,
+        tries_now: bool = False,
         join: Callable[[Segments, Sequence[Any], int], Joined],
     ) -> None:
         self._seen: tuple[list[Any], list[Any]] | None = None
@@ -89,6 +90,7 @@ class StepProgram:
             options=options,
             step_state=static,
             cutting=Cutting(finish_segments, most_cuts(), names),
+            tries_now=tries_now,
         )
 
     @property
