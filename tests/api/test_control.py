@@ -252,6 +252,32 @@ def test_steps_loop_and_draw_as_eager_does():
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+@torch.no_grad()
+@pytest.mark.skipif(not WRITES, reason="PyTorch refuses it")
+def test_sampling_until_an_end_token_is_one_graph():
+    table = tensors((5, 5))[0].softmax(1)
+
+    def sample(flow, token):
+        tokens = torch.full((20,), -1)
+
+        def turn(number, token):
+            new = torch.multinomial(table.index_select(0, token.view(1)), 1).view(())
+            tokens.scatter_(0, number.view(1), new.view(1))
+            return number + 1, new
+
+        zero = torch.zeros((), dtype=torch.int64)
+        number, _ = flow.while_loop(lambda number, token: (number < 20) & (token != 0), turn, (zero, token))
+        return number, tokens
+
+    captured = ms.step(sample, strict=True, options={"fallback_random": True})
+    for seed in range(6):
+        runs = []
+        for flow, function in ((Plain, sample), (Operators, captured)):
+            torch.manual_seed(seed)
+            runs.append([*function(flow, torch.tensor(seed % 5)), torch.get_rng_state()])
+        assert all(map(torch.equal, *runs))
+
+
 def test_branches_of_both_kinds_are_captured_together():
     def step(x):
         y = torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (x,))

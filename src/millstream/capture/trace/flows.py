@@ -71,10 +71,6 @@ class Flows:
             given = (*first, *(each[0] for each in sliced), *others)
             used, written = self._used(parts, given)
             closed = [self._closed(part, given, used) for part in parts]
-            if written and sliced:
-                self._fail(
-                    "A function that scan or map is given writes a tensor.", "Carry it, or return the new value."
-                )
             if _share_memory([*first, *sliced, *others, *used], written):
                 self._fail(
                     "A function that control flow is given writes memory that it is given twice.",

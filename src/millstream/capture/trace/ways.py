@@ -70,7 +70,7 @@ class Ways:
             return CaptureError(
                 f"The step branches on tensors' values more than {MOST_BRANCHES} times.",
                 where=error.where,
-                remedy="Use torch.where.",
+                remedy="Use torch.where, or PyTorch's while_loop for a loop.",
             )
         return self.refusal(len(self.lines) - 1, f"are not both captured: {error.reason}")
 
