@@ -17,7 +17,7 @@ DEFAULT_LIMIT_BYTES = 5 << 30
 """Of all files together, unless ``MILLSTREAM_CACHE_LIMIT`` says otherwise."""
 
 KINDS = {
-    "programs": ("programs/*.program",),
+    "programs": ("programs/*.program", "traces/*.trace"),
     "choices": ("tuning/*.json", "plans-*.json"),
     "measurements": ("costs-*.json",),
     "native parts": ("*_*.so",),

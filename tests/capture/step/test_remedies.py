@@ -813,6 +813,7 @@ def _(w):
 
 ELSEWHERE = (
     "numbers from tensors",  # test_step_refusals.py
+    "devices= are of one process",  # test_placed.py
     "a profiler",  # test_profilers.py
     "could not be recorded",  # test_recorder.py
     "Another thread uses the generator of",  # test_draws.py

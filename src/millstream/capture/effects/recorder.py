@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from millstream._torch.tensors import storage_id
 from millstream.capture.effects.checks import find_check
-from millstream.capture.effects.expressions import Expression, text_of
+from millstream.capture.effects.expressions import Apply, Expression, text_of
 from millstream.capture.effects.program import Call, Effect, Effects, Output, all_needs
 from millstream.capture.effects.values import Item, Later, Leaf, Reading, Returned, TextChanged, Whole, holds_token
 from millstream.capture.lines import here
@@ -145,7 +145,7 @@ class Recorder:
     def text(self, tensor: Tensor, make: Callable[[Tensor], str]) -> str:
         """Text made from a tensor, as it is at this point."""
         leaf = self._keep(tensor)
-        return self.questions.text(lambda values: make(leaf(values)), frozenset((leaf,)))
+        return self.questions.text(Apply(make, (leaf,)), frozenset((leaf,)))
 
     def array(self, tensor: Tensor) -> Leaf:
         """What gives a tensor with the values that it has at the end of the step, as an array shares its memory."""

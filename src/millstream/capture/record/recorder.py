@@ -156,6 +156,15 @@ class Recorder:
         """Why not all was recorded; empty if it was."""
         return self._session.failure
 
+    def restore(self, reads: Iterable[Read], writes: Iterable[Write], codes: Iterable[CodeType]) -> None:
+        """Take what another process has read and written, of objects of this one, for what was recorded."""
+        self._reads = {_place(each.holder, each.kind, each.key): each for each in reads}
+        self._writes = {_place(each.holder, each.kind, each.key): each for each in writes}
+        self._session.codes = [*codes]
+        for read in self._reads.values():
+            for each in read.value if read.kind is Kind.CONTENTS else (read.holder, read.value):
+                self._origins.setdefault(id(each), read)
+
     # --- what is asked: where not all was seen, anything may have been read and written -------------------------------
 
     @property

@@ -93,7 +93,8 @@ def _is_read_for_library(read: Read, key: str, record: Recorder) -> bool:
 def _is_documented(read: Read) -> bool:
     """Whether ``docs/limits.md`` says that nobody looks there."""
     value, key, owner = read.value, read.key, read.owner
-    if read.code.co_qualname == "__create_fn__":  # which makes data classes
+    made_by = read.code.co_qualname.partition(".")[0]
+    if made_by == "__create_fn__" and (read.kind is Kind.CELL or read.code.co_name == made_by):  # of data classes
         return True
     if read.kind is Kind.TYPE or (is_a(value, ModuleType) and is_users_module(value)):
         return False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from millstream.capture.effects.expressions import text_of
 from millstream.capture.guards import native
 from millstream.capture.guards.derive import expect_of_arguments, make_guards
 from millstream.capture.guards.recheck import listing_of
+from millstream.capture.kept.traces import Learned
 from millstream.capture.record.location import Location, TensorItem
 from millstream.capture.state.code import counted_in
 from millstream.capture.state.discover import Found
@@ -153,6 +155,33 @@ class StepState:
         self.guessed.update(guesses)
         places = (*changed, *guesses)
         self.read |= dict.fromkeys(each for each in places if id(each.holder) not in own and each not in self.kept)
+
+    def learned(self, request: Request, late: Sequence[tuple[str, Any]]) -> Learned:
+        """What of all this a request has."""
+        places = [number.location for number in request.numbers]
+        used = {number.optimizer for number in request.numbers}
+        return Learned(
+            [each for each in self.lifted if each in places],
+            [each for each in self.read if each in places],
+            [each for each in self.cycled if any(place.entry == each for place in places)],
+            [each for each in self.counted if each[0] in used],
+            request.converts,
+            [*late],
+        )
+
+    @contextlib.contextmanager
+    def learning(self, learned: Learned) -> Iterator[Callable[[], None]]:
+        """Take what another process has learned; it is forgotten again unless what this yields is called."""
+        before = {**self.lifted}, {**self.read}, {*self.cycled}, {*self.counted}, self.converts
+        kept: list[bool] = []
+        self.lifted |= dict.fromkeys(learned.lifted)
+        self.read |= dict.fromkeys(learned.read)
+        self.cycled |= {*learned.cycled}
+        self.counted |= {*learned.counted}
+        self.converts = learned.converts
+        yield lambda: kept.append(True)
+        if not kept:
+            self.lifted, self.read, self.cycled, self.counted, self.converts = before
 
     def keep_reads(self) -> bool:
         """Let graphs hold for one value each of these again, of guesses first; returns whether there are any."""

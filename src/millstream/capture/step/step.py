@@ -31,6 +31,7 @@ from millstream._torch.tensors import has_shared_memory
 from millstream.capture.effects.drawn import undrawn
 from millstream.capture.effects.recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
+from millstream.capture.kept.traces import Shelf, open_shelf
 from millstream.capture.lines import COMES_TO, claim, in_library, library_in
 from millstream.capture.record.location import Location
 from millstream.capture.state.discover import Found, discover
@@ -636,6 +637,11 @@ class Step(Generic[P, R]):
         roots, where, num_disturbed, is_plain = list(self._roots(call)), "", 0, False
         plain: set[Location] = set()
         disturbed: set[Location] = set()
+        is_usual = like is None and not dimensions and self._replica is None
+        shelf = open_shelf(self.function, call.key, call.structure, call.arguments) if is_usual else None
+        if shelf is not None and (taken := self._take(shelf, call, roots, found, counts)) is not None:
+            return taken
+        num_roots = len(roots)
         for _ in range(MAX_LATE):
             for _, optimizer in found.optimizers:
                 counts.move(optimizer)
@@ -644,7 +650,9 @@ class Step(Generic[P, R]):
             request.disturbed, request.is_plain = disturbed, is_plain
             request.drawn = () if like is None else like.questions.drawn
             try:
-                return request, self._trace_converting(request, call)
+                traced = self._trace_converting(request, call)
+                self._leave(shelf, request, traced, roots[num_roots:])
+                return request, traced
             except FoundLate as late:
                 roots.append((late.name, late.value))
                 where = late.where
@@ -672,6 +680,30 @@ class Step(Generic[P, R]):
             where=where,
             remedy="Make tensors arguments, or make them with PyTorch functions inside of the step.",
         )
+
+    def _leave(self, shelf: Shelf | None, request: Request, traced: Traced, late: Sequence[tuple[str, Any]]) -> None:
+        """Keep a trace for later processes, if it can be."""
+        if shelf is not None:
+            shelf.keep(request, traced, self._state.learned(request, late))
+
+    def _take(
+        self, shelf: Shelf, call: Call, roots: list[tuple[str, Any]], found: Found, counts: CountsOnDevice
+    ) -> tuple[Request, Traced] | None:
+        """What an earlier process has traced, where all of it holds here."""
+        for _, optimizer in found.optimizers:
+            counts.move(optimizer)
+        taken = None
+        if (kept := shelf.find(found, lambda late: discover([*roots, *late]))) is not None:
+            with self._state.learning(kept.learned) as settle:
+                if kept.learned.late:
+                    found = discover([*roots, *kept.learned.late])
+                request = self._state.make_request(self.function, call, roots, found)
+                if (traced := shelf.take(kept, request)) is not None:
+                    settle()
+                    taken = request, traced
+        if shelf.outcome and call.cause is not None:
+            call.cause = replace(call.cause, text=f"{call.cause.text}; {shelf.outcome}")
+        return taken
 
     def _trace_converting(self, request: Request, call: Call) -> Traced:
         """Trace; what ``float(number)`` and its like give are numbers of the graph, where it takes that and can be."""

@@ -23,7 +23,7 @@ from millstream.capture.effects.expressions import Always, Apply, Expression
 from millstream.capture.effects.values import Later, Leaf, Shared
 from millstream.capture.lines import raise_refusal
 from millstream.capture.record.session import unseen
-from millstream.capture.trace.scalars import HostScalar, Questions, is_scalar
+from millstream.capture.trace.scalars import Formatted, HostScalar, Questions, is_scalar
 
 MOST_ITEMS = 4096
 """Of an array that becomes a list, or whose rows are gone through."""
@@ -139,7 +139,7 @@ class LaterArray(Later):
         return self.text_by(str)
 
     def __format__(self, spec: str) -> str:
-        return self.text_by(lambda value: format(value, spec))
+        return self.text_by(Formatted(spec))
 
     def text_by(self, make: Callable[[Any], str]) -> str:
         """Text that is made of it, which stands for itself until that is known."""

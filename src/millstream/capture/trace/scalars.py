@@ -243,6 +243,16 @@ class Questions:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class Formatted:
+    """Makes text of a value."""
+
+    spec: str
+
+    def __call__(self, value: Any) -> str:
+        return format(value, self.spec)
+
+
 class GraphScalar(torch.SymFloat):
     """A number with a value known now, which the host computes anew before each replay.
 
@@ -431,7 +441,7 @@ class GraphScalar(torch.SymFloat):
             )
         if self.is_known and not self.is_asked_by_others:
             format(self.value, spec)  # for its error
-        return self.text_by(lambda value: format(value, spec))
+        return self.text_by(Formatted(spec))
 
     def text_by(self, make: Callable[[Any], str]) -> str:
         """Text that is made of the number, which stands for itself until that is known."""

@@ -168,8 +168,8 @@ def schedulers_are_recorded(
                 f"The step calls {kind}.step(), which writes a learning rate that is a tensor.",
                 "Call the scheduler outside of the step, after it, or make the rate a float.",
             )
-        places = [number.location for number in numbers_of(optimizer)]
-        attributes = [key for key, value in vars(scheduler).items() if is_number(value)]
+        places = tuple(number.location for number in numbers_of(optimizer))
+        attributes = tuple(key for key, value in vars(scheduler).items() if is_number(value))
         call = functools.partial(_step_scheduler, scheduler, places, attributes)
         number = recorder.call(call, *args, is_state=True, **kwargs)
         origin = f"a number that {kind}.step() changes in the same call"
@@ -196,7 +196,7 @@ def schedulers_are_recorded(
 
 
 def _step_scheduler(
-    scheduler: LRScheduler, places: list[Location], attributes: list[str], *args: Any, **kwargs: Any
+    scheduler: LRScheduler, places: Sequence[Location], attributes: Sequence[str], *args: Any, **kwargs: Any
 ) -> list[Any]:
     """Step it; returns the numbers that it leaves."""
     scheduler.step(*args, **kwargs)

@@ -1,0 +1,142 @@
+"""What of an object can be no other as long as it is the same one: between processes it can, and is compared."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millstream.capture.record.reads import WHOLE, is_a
+from millstream.capture.state.relevant import IS_HEAP_TYPE
+
+MOST_BYTES = 1 << 20
+"""Of an array that is compared by its content."""
+
+
+class NotKept(Exception):  # noqa: N818  no error: the step is traced in every process
+    """A trace that is not kept on disk, or cannot be taken from there; the message says why."""
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), torch.dtype, torch.device)
+_PLAIN += (torch.layout, torch.memory_format, np.number, np.bool_, range)
+"""Compared by type and value."""
+NAMED = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType, MemberDescriptorType)
+NAMED += (MethodWrapperType, type(dict.__dict__["fromkeys"]))
+"""Of Python's and of modules in C: compared by name."""
+_OBJECTS = (object, dict, list, set, tuple, frozenset, BaseException)
+"""Classes in C whose objects, and those of classes on them, consist of what can be read of them."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is compared by what it is, rather than by where it is."""
+    return type(value) in _PLAIN or is_a(value, (np.number, np.bool_)) or type(value) is torch.Size
+
+
+def digest_of(code: CodeType) -> str:
+    """What tells code from other code, with its lines and that of functions within it."""
+    digest = hashlib.sha256()
+    pending = [code]
+    while pending:
+        each = pending.pop()
+        parts: list[Any] = [
+            each.co_code,
+            each.co_names,
+            each.co_varnames,
+            each.co_freevars,
+            each.co_cellvars,
+            each.co_flags,
+        ]
+        parts += [each.co_argcount, each.co_kwonlyargcount, each.co_posonlyargcount, each.co_qualname]
+        parts += [each.co_firstlineno, each.co_linetable, each.co_exceptiontable]
+        for constant in each.co_consts:
+            if type(constant) is CodeType:
+                pending.append(constant)
+            parts.append(None if type(constant) is CodeType else _constant(constant))
+        digest.update(repr(parts).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _constant(value: Any) -> str:
+    if type(value) is frozenset:  # whose order differs between processes
+        return f"frozenset{sorted(map(_constant, value))}"
+    return f"({', '.join(map(_constant, value))})" if type(value) is tuple else f"{type(value).__name__} {value!r}"
+
+
+def describe(value: Any) -> tuple[Any, ...]:
+    """What of an object can be no other as long as it is the same one.
+
+    Raises:
+        NotKept: Nobody knows what that is.
+    """
+    kind = type(value)
+    if kind is FunctionType:
+        return "function", value.__module__, value.__qualname__, digest_of(value.__code__)
+    if is_a(value, type):
+        return "class", *_names_of(value)
+    if is_a(value, Tensor):
+        return "tensor", *_tensor(value)
+    if is_a(value, ModuleType):
+        return "module", value.__name__
+    if is_a(value, enum.Enum):
+        return "enum", _names_of(kind), value.name
+    if is_a(value, WHOLE):
+        return "array", _names_of(kind), *_array(value)
+    if kind is CellType or is_a(value, MappingProxyType):
+        return (kind.__name__,)
+    if not _has_plain_base(kind) and not f"{kind.__module__}.".startswith(_BY_ATTRIBUTES):
+        raise NotKept(f"it reads a {kind.__module__}.{kind.__qualname__}, which cannot be compared")
+    return "object", _names_of(kind)
+
+
+_BY_ATTRIBUTES = ("torch.", "collections.", "functools.", "_contextvars.", "weakref.", "random.", "logging.", "typing.")
+"""Modules with classes in C whose objects are compared by what was read of them."""
+
+
+def _names_of(kind: type) -> tuple[str, ...]:
+    return tuple(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+
+
+def _has_plain_base(kind: type) -> bool:
+    """Whether no class in C but Python's most plain ones has a part in an object."""
+    in_c = (base for base in kind.__mro__ if not base.__flags__ & IS_HEAP_TYPE)
+    return all(base in _OBJECTS or base.__module__ in ("builtins", "collections", "types") for base in in_c)
+
+
+def _tensor(value: Tensor) -> Sequence[Any]:
+    if value.layout is not torch.strided:
+        raise NotKept(f"it reads a tensor of layout {value.layout}")
+    parts: list[Any] = [
+        _names_of(type(value)),
+        str(value.dtype),
+        str(value.device),
+        tuple(value.shape),
+        value.stride(),
+        value.storage_offset(),
+    ]
+    parts += [value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg()]
+    gradient = value.grad if value.is_leaf else None
+    return [*parts, None if gradient is None else (tuple(gradient.shape), gradient.stride(), str(gradient.dtype))]
+
+
+def _array(value: Any) -> Sequence[Any]:
+    if not is_a(value, np.ndarray) or value.dtype.hasobject or value.nbytes > MOST_BYTES:
+        raise NotKept(f"it reads a {type(value).__name__}, which is not compared between processes")
+    return str(value.dtype), value.shape, hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()

@@ -1,0 +1,182 @@
+"""What a step has read and written as plain data, and the same of this process's objects."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+from millstream.capture.kept.descriptions import NotKept
+from millstream.capture.kept.ways import Reader, Ref, Writer
+from millstream.capture.lines import is_millstreams, is_users
+from millstream.capture.record.paths import PLACES, place_of
+from millstream.capture.record.reads import Kind, Read, find_contents, is_a, len_of
+from millstream.capture.record.recorder import Recorder
+from millstream.capture.state.relevant import counts, is_library
+from millstream.capture.state.signature import is_same
+from millstream.capture.trace.request import Request
+
+
+@dataclass(frozen=True)
+class CodeName:
+    """What is told of code that another process has run."""
+
+    co_filename: str
+    co_qualname: str
+    co_name: str
+    co_firstlineno: int
+
+    @classmethod
+    def of(cls, code: CodeType) -> CodeName:
+        """Of some code."""
+        return cls(code.co_filename, code.co_qualname, code.co_name, code.co_firstlineno)
+
+    def co_positions(self) -> tuple[()]:
+        """Where its instructions are in the text: nobody asks."""
+        return ()
+
+
+def told_reads(record: Recorder, request: Request) -> list[Read]:
+    """What the step has read, but for its arguments, copies of their containers, and what is ours."""
+    arguments = {*map(id, request.arguments)}
+    if any(id(read.owner) in arguments and read.kind is not Kind.TENSOR for read in record.reads):
+        raise NotKept("it reads what a user has given a tensor among its arguments")
+    given = record.given | arguments
+    return [
+        read
+        for read in record.reads
+        if id(read.holder) not in given
+        and id(read.owner) not in given
+        and not _is_ours(read.holder)
+        and not _is_ours(read.owner)
+        and not _is_of_library(read.code)
+    ]
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether an object is of this package, as those are that stand for PyTorch's while a step is traced."""
+    kind = value if is_a(value, type) else type(value)
+    if is_a(value, FunctionType) and is_millstreams(value.__code__.co_filename):
+        return True
+    if is_a(value, FunctionType):
+        return str(value.__module__).startswith("millstream.")
+    return str(kind.__module__).partition(".")[0] == "millstream"
+
+
+def _is_of_library(code: CodeType) -> bool:
+    """Whether code was made from text for a data class, or the like, of ours, of PyTorch's or Python's."""
+    return code.co_filename.startswith("<") and code in _made_for_libraries(len(sys.modules))
+
+
+@functools.lru_cache(maxsize=1)
+def _made_for_libraries(_: int) -> set[CodeType]:
+    """Such code in the modules that there are."""
+    modules = [module for name, module in sys.modules.items() if is_library(name)]
+    classes = {each for module in modules for each in [*vars(module).values()] if type(each) is type}
+    held = (each for kind in classes for each in vars(kind).values())
+    methods = (each.__func__ if type(each) is staticmethod else each for each in held)
+    codes = (each.__code__ for each in methods if type(each) is FunctionType)
+    return {code for code in codes if code.co_filename.startswith("<")}
+
+
+_Record = TypeVar("_Record", bound=Read)
+Told = tuple[Ref, str, Ref | None, Any, bool, Any, Any]
+"""A read: holder, kind, key, value, whether the trace had another there, owner or name of a variable, and code."""
+
+
+def tell(writer: Writer, read: Read, record: Recorder, numbers: Container[Any]) -> Told | None:
+    """A read as data; ``None`` for one by PyTorch's own code of what is its own, where that cannot be said."""
+    is_number = read.kind in PLACES and place_of(read.holder, None if read.kind is Kind.CELL else read.key) in numbers
+    try:
+        key = None if read.key is None else writer.ref(read.key)
+        owner = read.owner if is_a(read.owner, str) else writer.ref(read.owner)
+        holder = writer.ref(read.holder)
+        if holder[0] != "object":
+            raise NotKept(f"it reads of {holder}")
+        value = _ANY if is_number else _value(writer, read)  # the graph is given numbers anew
+        is_replaced = read.kind in PLACES and not is_same(read.now(), read.value)
+        return holder, read.kind.name, key, value, is_replaced, owner, CodeName.of(read.code)
+    except NotKept as reason:
+        if not (is_users(read.code.co_filename) or counts(read, record)):
+            return None
+        raise NotKept(f"{reason} ({read})") from None
+
+
+def _value(table: Any, read: Read) -> Any:
+    """What is there now, as data."""
+    kind, holder = read.kind, read.holder
+    if kind is Kind.LENGTH:
+        return len_of(holder)
+    if kind is Kind.CODE:
+        defaults = holder.__kwdefaults__ or {}
+        return table.ref(holder.__defaults__), tuple((name, table.ref(value)) for name, value in defaults.items())
+    if kind is Kind.CONTENTS:
+        now = next((found[3] for found in find_contents(holder)), ())
+        order = (*OrderedDict.keys(holder),) if is_a(holder, OrderedDict) else ()  # which is not that of the dict in it
+        return tuple(map(table.ref, (*now, *order)))
+    if kind in (Kind.TYPE, Kind.TENSOR):  # which their descriptions have
+        return None
+    now = read.now()
+    return _ANY if _is_ours(now) else table.ref(now)
+
+
+_ANY = ("anything",)
+"""A value that is of no matter."""
+_REPLACED: Any = object()
+"""Stands for what was read where something of ours was, while the step was traced."""
+
+
+def find_read(reader: Reader, make: type[_Record], told: Told) -> _Record:
+    """The same read of this process's objects.
+
+    Raises:
+        NotKept: It gives something else here.
+    """
+    holder, kind, key, value, is_replaced, owner, code = told
+    held = reader.value_of(holder)
+    read = make(
+        held,
+        Kind[kind],
+        None if key is None else reader.value_of(key),
+        None,
+        owner if is_a(owner, str) else reader.value_of(owner),
+        code,
+        0,
+    )
+    if (now := _value(reader, read)) != value and _ANY not in (now, value):
+        raise NotKept(f"{read} is another: {now} after {value}")
+    if read.kind is Kind.CONTENTS:
+        read.value = next((found[3] for found in find_contents(held)), ())
+    elif read.kind in PLACES:
+        read.value = _REPLACED if is_replaced else read.now()
+    elif read.kind is Kind.LENGTH:
+        read.value = now
+    return read
+
+
+def functions_that_ran(writer: Writer, record: Recorder) -> list[int]:
+    """Numbers of the functions whose code has run.
+
+    Raises:
+        NotKept: Code of the user's has run of which nobody knows where it is.
+    """
+    functions = [read.holder for read in record.reads if read.kind is Kind.CODE]
+    functions += [value for value in writer.known() if is_a(value, FunctionType)]
+    own = {function.__code__: function for function in functions if writer.knows(function)}
+    within = {each for code in own for each in _codes_in(code)}
+    for code in record.codes:
+        is_named = code in within or not is_users(code.co_filename)
+        if not is_named and not _is_of_library(code):
+            raise NotKept(f"nobody knows what has called {code.co_qualname} ({code.co_filename})")
+    return [writer.number_of(function) for code, function in own.items() if code in {*record.codes}]
+
+
+def _codes_in(code: CodeType) -> Iterable[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if type(constant) is CodeType:
+            yield from _codes_in(constant)
