@@ -438,20 +438,6 @@ def test_where_nothing_is_captured_the_user_is_told_once(function, reason):
 
 
 @torch.no_grad()
-def test_bodies_that_write_in_place_run_on_torch_compile():
-    def choose(x):
-        y = x * 1
-        return torch.cond(x.sum() > 0, lambda x: x.mul_(2) + 1, lambda x: x - 1, (y,)) + y
-
-    x = torch.randn(3)
-    with pytest.raises(ms.LoweringError, match="Control flow"):
-        ms.compile(choose, strict=True)(x)
-    torch._dynamo.reset()
-    with pytest.warns(ms.FallbackWarning, match="plain torch.compile.*Control flow") as caught:
-        assert torch.equal(ms.compile(choose)(x), choose(x))
-    assert files_of(caught) == {__file__}
-
-
 def test_what_torch_compile_cannot_compile_either_runs_as_python(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no such kernel")

@@ -71,7 +71,7 @@ class Filler:
     def prepare(
         self, to: array[int], num_bytes: array[int], num_threads: int | None, *, past_caches: bool = False
     ) -> Callable[[int, object], object | None]:
-        """What begins to fill pieces of memory, again and again as long as these arrays are there, and returns at once.
+        """What begins to fill pieces of memory, again and again, and returns at once; it keeps these arrays.
 
         It takes the address of the sources' addresses, and an owner, which keeps the memory on both sides until all is
         copied; it gives what ``follow`` takes, which is ``None`` where all was copied at once.
@@ -83,7 +83,9 @@ class Filler:
             past_caches: Whether the processors' caches shall keep nothing of it, where that is possible.
         """
         addresses = to.buffer_info()[0], num_bytes.buffer_info()[0]
-        return functools.partial(self._begin, len(to), *addresses, num_threads or self.num_threads, past_caches)
+        begin = functools.partial(self._begin, len(to), *addresses, num_threads or self.num_threads, past_caches)
+        begin.arrays = to, num_bytes  # type: ignore[attr-defined]  only their addresses are among the arguments
+        return begin
 
     def follow(self, started: object | None) -> Filling:
         """What was started, to be finished."""

@@ -20,7 +20,6 @@ from torch._inductor.lowering import lowerings
 from millstream.lower.alternatives.alternative import PRODUCTS, Alternative, Sites, name_product, on_gpu, products_of
 
 FEWEST_ROWS = 16  # of a tile of tensor cores
-LONG = 4  # times as many terms as rows and as columns: so long sums are split
 
 Options = Mapping[str, Mapping[str, Any]]
 """Of Inductor, by what products have in common."""
@@ -60,14 +59,6 @@ def _find(graph: torch.fx.Graph) -> Sites:
     return sites
 
 
-def _find_long(graph: torch.fx.Graph) -> Sites:
-    long = {}
-    for node, group, _ in products_of(graph):
-        value = node.meta["val"]
-        long[group] = node.args[-1].meta["val"].shape[0] >= LONG * max(value.shape)  # type: ignore[union-attr]
-    return {group: weights for group, weights in _find(graph).items() if long[group]}
-
-
 _TRITON = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON"}
 
 TEMPLATES = Alternative(
@@ -75,10 +66,4 @@ TEMPLATES = Alternative(
     "products are Triton's, with what follows as their epilogue",
     _find,
     of_products=_TRITON,
-)
-SPLIT_SUMS = Alternative(
-    "split-sums",
-    "products with long sums are split along them",
-    _find_long,
-    of_products={**_TRITON, "triton.decompose_k_threshold": LONG},
 )

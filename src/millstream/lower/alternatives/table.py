@@ -13,7 +13,7 @@ from millstream._torch.workarounds import left_out, without
 from millstream.kernels import registry
 from millstream.lower.alternatives.alternative import Alternative, Sites, on_gpu
 from millstream.lower.alternatives.few_rows import FEW_ROWS, TUNED_ROWS
-from millstream.lower.alternatives.products import SPLIT_SUMS, TEMPLATES, with_options
+from millstream.lower.alternatives.products import TEMPLATES, with_options
 from millstream.lower.alternatives.siblings import SIBLINGS
 from millstream.schedule.improve import NOTHING, Choice, Offer
 
@@ -43,7 +43,6 @@ ALTERNATIVES: tuple[Alternative, ...] = (
     FEW_ROWS,
     TUNED_ROWS,
     TEMPLATES,
-    SPLIT_SUMS,
     Alternative(
         "combo-kernels",
         "small kernels that do not wait for each other are one",
