@@ -59,7 +59,11 @@ def _find(graph: torch.fx.Graph) -> Sites:
     return sites
 
 
-_TRITON = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON"}
+_TRITON = {
+    "max_autotune_gemm": True,
+    "max_autotune_gemm_backends": "TRITON",
+    "triton.num_decompose_k_splits": 0,  # of those TorchInductor makes a graph within the graph, which is no kernel
+}
 
 TEMPLATES = Alternative(
     "triton-products",
