@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
-from collections.abc import Sequence
+import sys
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -14,8 +19,10 @@ from types import (
     MappingProxyType,
     MemberDescriptorType,
     MethodDescriptorType,
+    MethodType,
     MethodWrapperType,
     ModuleType,
+    SimpleNamespace,
     WrapperDescriptorType,
 )
 from typing import Any
@@ -41,7 +48,7 @@ _PLAIN += (torch.layout, torch.memory_format, np.number, np.bool_, range)
 NAMED = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType, MemberDescriptorType)
 NAMED += (MethodWrapperType, type(dict.__dict__["fromkeys"]))
 """Of Python's and of modules in C: compared by name."""
-_OBJECTS = (object, dict, list, set, tuple, frozenset, BaseException)
+_OPEN = (object, dict, list, set, deque, OrderedDict, defaultdict, SimpleNamespace, property, staticmethod, classmethod)
 """Classes in C whose objects, and those of classes on them, consist of what can be read of them."""
 
 
@@ -80,8 +87,12 @@ def _constant(value: Any) -> str:
     return f"({', '.join(map(_constant, value))})" if type(value) is tuple else f"{type(value).__name__} {value!r}"
 
 
-def describe(value: Any) -> tuple[Any, ...]:
+def describe(value: Any, ref: Callable[[Any], Any]) -> tuple[Any, ...]:
     """What of an object can be no other as long as it is the same one.
+
+    Args:
+        value: It.
+        ref: Says of a part of it what that is.
 
     Raises:
         NotKept: Nobody knows what that is.
@@ -96,28 +107,46 @@ def describe(value: Any) -> tuple[Any, ...]:
     if is_a(value, ModuleType):
         return "module", value.__name__
     if is_a(value, enum.Enum):
-        return "enum", _names_of(kind), value.name
+        return "enum", _names_of(kind), value.name, repr(value._value_)
     if is_a(value, WHOLE):
         return "array", _names_of(kind), *_array(value)
-    if kind is CellType or is_a(value, MappingProxyType):
-        return (kind.__name__,)
-    if not _has_plain_base(kind) and not f"{kind.__module__}.".startswith(_BY_ATTRIBUTES):
+    if kind.__module__.startswith("millstream."):
+        raise NotKept(f"it reads a {kind.__qualname__} of Millstream's")
+    parts = next((parts for of, parts in _PARTS.items() if is_a(value, of)), None)
+    if parts is not None:
+        return "object", _names_of(kind), *map(ref, parts(value))
+    if not all(each in _OPEN or _is_written_in_python(each) for each in kind.__mro__):
         raise NotKept(f"it reads a {kind.__module__}.{kind.__qualname__}, which cannot be compared")
     return "object", _names_of(kind)
 
 
-_BY_ATTRIBUTES = ("torch.", "collections.", "functools.", "_contextvars.", "weakref.", "random.", "logging.", "typing.")
-"""Modules with classes in C whose objects are compared by what was read of them."""
+_PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
+    (CellType, MappingProxyType, ContextVar): lambda _: (),
+    MethodType: lambda method: (method.__self__, method.__func__),
+    functools.partial: lambda partial: (partial.func, partial.args),
+    weakref.ref: lambda reference: (reference(),),
+    tuple: tuple.__iter__,
+    deque: lambda items: (items.maxlen,),
+    defaultdict: lambda items: (items.default_factory,),
+    **{base: lambda value, base=base: (base.__repr__(value),) for base in (int, float, complex, str, bytes)},
+}
+"""What objects of classes in C have for good."""
+
+
+def _is_written_in_python(kind: type) -> bool:
+    """Whether a class statement has made a class, so that its objects have attributes and slots alone."""
+    if not kind.__flags__ & IS_HEAP_TYPE:
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", "")  # of an interactive session there is none
+    return file is None or (not file.endswith((".so", ".pyd")) and kind not in _IN_C)
+
+
+_IN_C = (functools.partial, functools._lru_cache_wrapper, weakref.ref, *WHOLE)
+"""Classes that look as if they were not."""
 
 
 def _names_of(kind: type) -> tuple[str, ...]:
     return tuple(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
-
-
-def _has_plain_base(kind: type) -> bool:
-    """Whether no class in C but Python's most plain ones has a part in an object."""
-    in_c = (base for base in kind.__mro__ if not base.__flags__ & IS_HEAP_TYPE)
-    return all(base in _OBJECTS or base.__module__ in ("builtins", "collections", "types") for base in in_c)
 
 
 def _tensor(value: Tensor) -> Sequence[Any]:
@@ -137,6 +166,6 @@ def _tensor(value: Tensor) -> Sequence[Any]:
 
 
 def _array(value: Any) -> Sequence[Any]:
-    if not is_a(value, np.ndarray) or value.dtype.hasobject or value.nbytes > MOST_BYTES:
+    if type(value) is not np.ndarray or value.dtype.hasobject or value.nbytes > MOST_BYTES:
         raise NotKept(f"it reads a {type(value).__name__}, which is not compared between processes")
     return str(value.dtype), value.shape, hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()

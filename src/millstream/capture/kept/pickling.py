@@ -104,7 +104,7 @@ class Pickler(PlainPickler):
 
 _HOLDING = (Always, Output, Reference, Location)
 """Classes of ours with objects of the user's in them; lists in others are theirs alone."""
-_OWN = (bool, int, float, complex, str, bytes, type(None), tuple)
+_OWN = (bool, int, float, complex, str, bytes, type(None), tuple, BuiltinFunctionType)
 _OF_OURS = ("millstream", "builtins", "torch", "functools", "operator")
 
 

@@ -43,6 +43,9 @@ class CodeName:
 def told_reads(record: Recorder, request: Request) -> list[Read]:
     """What the step has read, but for its arguments, copies of their containers, and what is ours."""
     arguments = {*map(id, request.arguments)}
+    owners = (read.owner for read in record.reads if is_users(read.code.co_filename))
+    if any(_is_instance_of_ours(each) and not type(each).__module__.startswith(_STAND_INS) for each in owners):
+        raise NotKept("it reads of an object of Millstream's")
     if any(id(read.owner) in arguments and read.kind is not Kind.TENSOR for read in record.reads):
         raise NotKept("it reads what a user has given a tensor among its arguments")
     given = record.given | arguments
@@ -114,6 +117,8 @@ def _value(table: Any, read: Read) -> Any:
     if kind is Kind.CODE:
         defaults = holder.__kwdefaults__ or {}
         return table.ref(holder.__defaults__), tuple((name, table.ref(value)) for name, value in defaults.items())
+    if is_a(holder, functools._lru_cache_wrapper):
+        raise NotKept("it reads what a cache has answered")
     if kind is Kind.CONTENTS:
         now = next((found[3] for found in find_contents(holder)), ())
         order = (*OrderedDict.keys(holder),) if is_a(holder, OrderedDict) else ()  # which is not that of the dict in it
@@ -121,7 +126,16 @@ def _value(table: Any, read: Read) -> Any:
     if kind in (Kind.TYPE, Kind.TENSOR):  # which their descriptions have
         return None
     now = read.now()
-    return _ANY if _is_ours(now) else table.ref(now)
+    is_ours = _is_instance_of_ours(now) and not is_users(read.code.co_filename)
+    return _ANY if is_ours else table.ref(now)
+
+
+_STAND_INS = tuple(f"millstream.{part}." for part in ("_torch", "capture.trace", "capture.effects", "capture.state"))
+"""Packages with classes whose objects stand for the user's while a step is traced."""
+
+
+def _is_instance_of_ours(value: Any) -> bool:
+    return _is_ours(value) and not is_a(value, FunctionType | type)
 
 
 _ANY = ("anything",)
@@ -148,7 +162,8 @@ def find_read(reader: Reader, make: type[_Record], told: Told) -> _Record:
         0,
     )
     if (now := _value(reader, read)) != value and _ANY not in (now, value):
-        raise NotKept(f"{read} is another: {now} after {value}")
+        are_plain = type(now) is type(value) is tuple and now[:1] == value[:1] == ("=",)
+        raise NotKept(f"{read} is {now[-1]}, was {value[-1]}" if are_plain else f"{read} is another than it was")
     if read.kind is Kind.CONTENTS:
         read.value = next((found[3] for found in find_contents(held)), ())
     elif read.kind in PLACES:

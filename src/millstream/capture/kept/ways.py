@@ -200,10 +200,17 @@ class Writer(_Table):
         if before is not None:
             what, *which = way
             way = PART, self.number_of(before), what, *(map(self.ref, which) if what in _KEYED else which)
-        description = describe(value)
+            if (known := self._number.get(id(value))) is not None:  # as it is part of how that one is described
+                return known
         self._found.append(value)
         self._number[id(value)] = number = len(self.entries)
-        self.entries.append((way, description))
+        self.entries.append((way, None))
+        try:
+            self.entries[number] = way, describe(value, self.ref)  # which may lead back to it
+        except NotKept:
+            del self.entries[number:]
+            self._number = {each: other for each, other in self._number.items() if other < number}
+            raise
         return number
 
     def knows(self, value: Any) -> bool:
@@ -232,15 +239,15 @@ class Reader(_Table):
     def __init__(self, start: Start, entries: Sequence[tuple[Step, Any]]) -> None:
         self.objects: list[Any] = []
         self._number: dict[int, int] = {}
-        for way, description in entries:
+        for way, _ in entries:
             value = _original_of(self._find(start, way))
             number = self._number.setdefault(id(value), len(self.objects))
             if number != len(self.objects) and not is_a(value, tuple):
                 raise NotKept(f"{_told(value)} is at two places")
             self.objects.append(value)
-            found = describe(value)
-            if found != description:
-                raise NotKept(f"{_told(value)} is another than it was: {found} after {description}")
+        for value, (_, description) in zip(self.objects, entries, strict=True):
+            if describe(value, self.ref) != description:
+                raise NotKept(f"{_told(value)} is another than it was")
 
     def _find(self, start: Start, way: Step) -> Any:
         if way[0] != PART:
