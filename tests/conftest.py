@@ -21,6 +21,7 @@ import torch
 from hypothesis import settings
 
 from millstream._torch import switches
+from millstream.signals import MARKED
 from tests.clocks import HANG_S
 
 # pytest listens to loggers that do not propagate: PyTorch would write down each graph for it, in half of Dynamo's time.
@@ -62,6 +63,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
+    """No test leaves handlers of signals that wait for code which is over."""
+    left, MARKED.levels[:] = [*MARKED.levels], []
+    if left or MARKED.handlers:
+        MARKED.forget()
+        pytest.fail(f"{item.nodeid} leaves marked code: {left}")
 
 
 @pytest.fixture(autouse=True, scope="module")
