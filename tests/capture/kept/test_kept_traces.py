@@ -30,8 +30,8 @@ FEW = 40
 @pytest.fixture
 def taken(monkeypatch, tmp_path):
     """For each time that a trace was looked for in an empty cache, and there was one: whether it was taken."""
-    monkeypatch.setenv("MILLSTREAM_WARM_START", "1")
-    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    for name, value in (("WARM_START", "1"), ("TRACES", "1"), ("CACHE_DIR", str(tmp_path))):
+        monkeypatch.setenv(f"MILLSTREAM_{name}", value)
     (tmp_path / "traces").mkdir(mode=0o700)
     found, take = [], Shelf.take
 
@@ -125,8 +125,8 @@ def test_another_instance_of_a_program_is_not_traced(make, taken, monkeypatch):
     assert any("its trace was on disk" in line for line in step.history)
 
 
-def test_without_traces_on_disk_each_instance_is_traced(taken, tmp_path, monkeypatch):
-    monkeypatch.setenv("MILLSTREAM_WITHOUT", "traces")
+def test_unless_asked_to_nothing_is_kept(taken, tmp_path, monkeypatch):
+    monkeypatch.delenv("MILLSTREAM_TRACES")
     train(tied)
     assert not [*(tmp_path / "traces").iterdir()]
 
@@ -196,7 +196,7 @@ def project(tmp_path_factory):
     for path in cache_folder().glob("*.so"):  # compiled code, which need not be compiled once more
         shutil.copy2(path, cached)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("WARM_START", "1"), ("CACHE_DIR", str(cached))):
+        for name, value in (("WARM_START", "1"), ("TRACES", "1"), ("CACHE_DIR", str(cached))):
             patch.setenv(f"MILLSTREAM_{name}", value)
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         first = run_project(folder, FILES)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
@@ -31,7 +32,6 @@ from torch.optim import Optimizer
 
 from millstream._torch.distributed.data_parallel import data_parallel_wrappers
 from millstream._torch.hooks import HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, hooks_of_optimizer
-from millstream._torch.workarounds import is_off
 from millstream.cache import cache_folder, limit_bytes, read_private, trim, write_private
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.kept.descriptions import NotKept, digest_of
@@ -128,7 +128,7 @@ _PLAIN_PARTS += ("writes_arguments", "num_converted")
 
 def open_shelf(function: Any, key: Any, structure: Structure, arguments: Sequence[Tensor]) -> Shelf | None:
     """The shelf for a call; ``None`` where traces are not kept, or cannot be."""
-    if not is_on() or is_off("traces"):
+    if not is_on() or os.environ.get("MILLSTREAM_TRACES") != "1":
         return None
     try:
         return Shelf(function, key, structure, arguments)
