@@ -173,7 +173,6 @@ HOLES = {  # what is switched off, how, and a part of the names of the cells tha
     "what was looked at": (without("millstream.capture.guards.derive._add_forms", lambda *_: None), "len of a tensor"),
     "addresses": (checking_no("placed"), "values of a tensor / data"),
     "hooks": (copying_no("hooks", hooks=Check("", id)), "module / hooks"),
-    "submodules": (copying_no("submodules"), "module / submodules"),
     "dicts of objects": (without("millstream.capture.guards.guards._has_own_dict", lambda owner: False), "object / a number / __dict__"),
     "attributes of modules": (expecting_no(lambda at, value: "_parameters" in at.holder if isinstance(at.holder, dict) else False), "out_features"),
     "shapes of arguments": (without("millstream.capture.state.signature.spec_of", lambda tensor: ((), tensor.dtype, tensor.device, (), False, False)), "dict / in / add"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -40,6 +41,32 @@ def item_of_a_long_list():
 def item_of_a_long_dict():
     items = dict.fromkeys(range(MANY), 1.5)
     return lambda x: x * items[15_000], lambda: items.update({15_000: 2.5})
+
+
+def first_of_a_dict():
+    items = {"a": 1.5, "b": 2.5}
+    return lambda x: x * next(iter(items.values())), lambda: items.update(a=items.pop("a"))
+
+
+def first_of_a_list():
+    items = [1.5, 2.5]
+    return lambda x: x * next(iter(items)), items.reverse
+
+
+def number_deep_in_lists():
+    items = [[[[[1.5]]]]]
+    return lambda x: x * torch.tensor(items).sum(), lambda: items[0][0][0][0].__setitem__(0, 2.5)
+
+
+def text_of_lists():
+    items = [[[[[1.5]]]]]
+    return lambda x: x * float(str(items).strip("[]")), lambda: items[0][0][0][0].__setitem__(0, 2.5)
+
+
+def attribute_of_a_threads_own():
+    local = threading.local()
+    local.v = 1.5
+    return lambda x: x * local.v, lambda: setattr(local, "v", 2.5)
 
 
 def attribute_given_to_a_parameter():
@@ -83,6 +110,11 @@ def filters_of_warnings():  # which pytest puts back
 
 KINDS = [
     shape_by_a_computed_name,
+    first_of_a_dict,
+    first_of_a_list,
+    number_deep_in_lists,
+    text_of_lists,
+    attribute_of_a_threads_own,
     item_of_a_long_list,
     item_of_a_long_dict,
     attribute_given_to_a_parameter,

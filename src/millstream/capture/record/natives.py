@@ -43,7 +43,7 @@ _COPYING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 """Classes of functions in C that read what they are made for."""
 
-DEPTH = 3
+DEPTH = 16
 """To which functions that are not known are taken to read."""
 
 NATIVE = (
@@ -55,7 +55,7 @@ NATIVE = (
 )
 
 _NOTHING = frozenset(
-    {id, callable, type, iter, next, print, globals, locals, super, object, property, staticmethod, classmethod}
+    {id, callable, type, next, print, globals, locals, super, object, property, staticmethod, classmethod}
     | {
         object.__new__,
         object.__init__,
@@ -72,14 +72,15 @@ _OF_TYPE = frozenset({isinstance, issubclass})
 def asks_iterators(function: Any) -> bool:
     """Whether a function in C may ask an iterator that it is given for items."""
     plain = _plain(function)
-    return plain is next or not (plain in _NOTHING or plain in _OF_TYPE or plain in _BY_NAME or plain in _STORE)
+    is_harmless = plain is iter or any(plain in each for each in (_NOTHING, _OF_TYPE, _BY_NAME, _STORE))
+    return plain is next or not is_harmless
 
 
 _BY_NAME = frozenset({getattr, hasattr, object.__getattribute__, type.__getattribute__})
 _STORE = frozenset({setattr, object.__setattr__, type.__setattr__})
 _REMOVE = frozenset({delattr, object.__delattr__, type.__delattr__})
 _SHALLOW = frozenset(
-    {list, tuple, set, frozenset, dict, enumerate, zip, map, filter, reversed, any, all, sum, min, max, sorted}
+    {iter, list, tuple, set, frozenset, dict, enumerate, zip, map, filter, reversed, any, all, sum, min, max, sorted}
     | {deque, OrderedDict, defaultdict, math.fsum, math.prod, functools.reduce}
 )
 

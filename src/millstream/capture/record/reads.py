@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -137,8 +138,9 @@ def own_dict(value: Any) -> dict[str, Any] | None:
     """The dict with an object's attributes."""
     if is_a(value, type):
         return None
+    kind: Any = threading.local if is_a(value, threading.local) else object  # which has another in each thread
     try:
-        held = object.__getattribute__(value, "__dict__")
+        held = kind.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
     return held if is_a(held, dict) else None

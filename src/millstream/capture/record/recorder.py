@@ -35,6 +35,7 @@ from millstream.capture.record.location import (
     SlotAttributes,
 )
 from millstream.capture.record.natives import (
+    DEPTH,
     GETTERS,
     NATIVE,
     SPECIAL,
@@ -489,14 +490,14 @@ class Recorder:
 
     def _text(self, value: Any, *_: Any) -> None:
         self._special(value, "__format__", "__str__", "__repr__")
-        self._read(find_contents(value, 3))
+        self._read(find_contents(value, DEPTH))
 
     def _operator(self, *operands: Any) -> None:
         name = self._argument if is_a(self._argument, str) else ""
         for operand in operands:
             self._special(operand, *(f"__{prefix}{name}__" for prefix in ("", "r", "i") if name))
             if not is_a(operand, Tensor):
-                self._read(find_contents(operand, 3))
+                self._read(find_contents(operand, DEPTH))
 
     def _operator_in_place(self, target: Any, operand: Any) -> None:
         self._operator(target, operand)
