@@ -123,6 +123,16 @@ def without(target, value):
     return lambda patch: patch.setattr(target, value)
 
 
+def both(one, other):
+    """For what is noticed in two ways."""
+
+    def plant(patch):
+        one(patch)
+        other(patch)
+
+    return plant
+
+
 def is_attribute(location):
     return isinstance(location.holder, dict) and "." in location.name and not location.name.endswith("]")
 
@@ -173,6 +183,7 @@ HOLES = {  # what is switched off, how, and a part of the names of the cells tha
     "what was looked at": (without("millstream.capture.guards.derive._add_forms", lambda *_: None), "len of a tensor"),
     "addresses": (checking_no("placed"), "values of a tensor / data"),
     "hooks": (copying_no("hooks", hooks=Check("", id)), "module / hooks"),
+    "submodules": (both(copying_no("submodules"), without("millstream.capture.record.recorder.find_reads", lambda *_: ())), "module / submodules"),
     "dicts of objects": (without("millstream.capture.guards.guards._has_own_dict", lambda owner: False), "object / a number / __dict__"),
     "attributes of modules": (expecting_no(lambda at, value: "_parameters" in at.holder if isinstance(at.holder, dict) else False), "out_features"),
     "shapes of arguments": (without("millstream.capture.state.signature.spec_of", lambda tensor: ((), tensor.dtype, tensor.device, (), False, False)), "dict / in / add"),

@@ -1,12 +1,17 @@
 """A later process takes a trace from disk where tracing would give the same, and traces where anything differs."""
 
+import enum
+import functools
 import io
 import json
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -181,6 +186,103 @@ def test_what_was_traced_with_other_values_is_not_taken(cell, taken):
                 assert_same(told(), also_told(), name="effect")
 
 
+def _times(k, x):
+    return x * k
+
+
+def _module(factor):
+    class Block(nn.Module):
+        def forward(self, x):
+            return x * factor
+
+    return Block()
+
+
+def _number(value):
+    class Number(float):
+        pass
+
+    return Number(value)
+
+
+def _level(value):
+    return enum.IntEnum("Level", {"HIGH": int(value)}).HIGH
+
+
+def _cached(value):
+    answer = functools.cache(lambda: value)
+    answer()
+    return answer
+
+
+def _with_method(value):
+    methods = {2.0: lambda x: x * 2, 3.0: lambda x: x * 3}
+    return type("Held", (), {"scale": staticmethod(methods[value]), "both": tuple(methods.values())})
+
+
+HELD = {  # what the step holds, for a number, and how it reads that
+    "arguments of a partial": (lambda value: functools.partial(_times, value), lambda held, x: held(x)),
+    "a number of a class": (_number, lambda held, x: x * held),
+    "a number in an enumeration": (_level, lambda held, x: x * held),
+    "a text of a class": (lambda value: type("Text", (str,), {})(value), lambda held, x: x * float(held)),
+    "the answer of a cache": (_cached, lambda held, x: x * held()),
+    "what is wrapped": (_with_method, lambda held, x: held.scale(x) + sum(each(x) for each in held.both)),
+    "classes of one name": (lambda value: (_module(2.0), _module(value)), lambda held, x: held[0](x) + held[1](x)),
+    "the order of a frozenset": (
+        lambda value: frozenset([8, 0, 16] if value == 2 else [16, 0, 8]),
+        lambda held, x: functools.reduce(lambda total, each: total * 1.5 + each, held, x),
+    ),
+    "what NumPy knows of a type": (
+        lambda value: np.finfo(np.float32 if value == 2 else np.float64),
+        lambda held, x: x + float(held.eps) * 1e8,
+    ),
+    "what PyTorch knows of a type": (
+        lambda value: torch.finfo(torch.float16 if value == 2 else torch.float32),
+        lambda held, x: x + held.eps,
+    ),
+    "a length at most": (lambda value: deque([1.0], int(value)), lambda held, x: x * held.maxlen),
+    "what an exception was given": (ValueError, lambda held, x: x * held.args[0]),
+    "another step": (
+        lambda value: Step([lambda x: x * 2, lambda x: x * 3][value == 3], build=interpret),
+        lambda held, x: held(x),
+    ),
+    "a thread's own": (lambda value: _local(value), lambda held, x: x * held.value),
+    "the first of a dict": (
+        lambda value: {key: key for key in ([2.0, 3.0] if value == 2 else [3.0, 2.0])},
+        lambda held, x: x * next(iter(held)),
+    ),
+    "a number deep in lists": (lambda value: [[[[[value]]]]], lambda held, x: x * torch.tensor(held).sum()),
+}
+
+
+def _local(value):
+    local = threading.local()
+    local.value = value
+    return local
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_what_python_never_changes_within_a_process_is_compared(what, taken):
+    make, read = HELD[what]
+
+    def step_of(value):
+        held = make(value)
+        return lambda x: read(held, x).sum()
+
+    x = torch.ones(2)
+    wanted = []
+    for value in (2.0, 3.0):
+        function = step_of(value)
+        step = Step(function, build=interpret)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            results = [step(x) for _ in range(3)]
+        wanted.append(function(x))
+        assert_same(results[-1], wanted[-1], name="result")
+    assert not torch.equal(*wanted)
+    assert not any(taken)
+
+
 def run_project(folder, files):
     for name, text in files.items():
         (folder / name).write_text(text)
@@ -199,6 +301,7 @@ def project(tmp_path_factory):
         for name, value in (("WARM_START", "1"), ("TRACES", "1"), ("CACHE_DIR", str(cached))):
             patch.setenv(f"MILLSTREAM_{name}", value)
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        patch.setenv("PYTHONHASHSEED", "0")
         first = run_project(folder, FILES)
         assert not first["bad"]
         assert not first["taken"]

@@ -8,7 +8,7 @@ from millstream.device import switches
 from tests.file_changes import FileChanges
 
 
-def test_a_steady_call_changes_file_at_most_fifteen_times():
+def test_a_steady_call_changes_file_at_most_fourteen_times():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -27,6 +27,6 @@ def test_a_steady_call_changes_file_at_most_fifteen_times():
     step(x)
     changes = FileChanges()
     try:
-        assert changes.count(lambda: step(x)) <= 15, changes.ways  # one of them while alternatives may be tried
+        assert changes.count(lambda: step(x)) <= 14, changes.ways
     finally:
         changes.close()

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.capture.record.reads import WHOLE, is_a
+from millstream.capture.record.reads import WHOLE, behind, is_a
 from millstream.capture.state.relevant import IS_HEAP_TYPE
 
 MOST_BYTES = 1 << 20
@@ -48,7 +48,7 @@ _PLAIN += (torch.layout, torch.memory_format, np.number, np.bool_, range)
 NAMED = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType, MemberDescriptorType)
 NAMED += (MethodWrapperType, type(dict.__dict__["fromkeys"]))
 """Of Python's and of modules in C: compared by name."""
-_OPEN = (object, dict, list, set, deque, OrderedDict, defaultdict, SimpleNamespace, property, staticmethod, classmethod)
+_OPEN = (object, dict, list, set, deque, OrderedDict, defaultdict, SimpleNamespace)
 """Classes in C whose objects, and those of classes on them, consist of what can be read of them."""
 
 
@@ -99,7 +99,7 @@ def describe(value: Any, ref: Callable[[Any], Any]) -> tuple[Any, ...]:
     """
     kind = type(value)
     if kind is FunctionType:
-        return "function", value.__module__, value.__qualname__, digest_of(value.__code__)
+        return "function", value.__module__, value.__qualname__, digest_of(value.__code__), ref(value.__globals__)
     if is_a(value, type):
         return "class", *_names_of(value)
     if is_a(value, Tensor):
@@ -121,7 +121,11 @@ def describe(value: Any, ref: Callable[[Any], Any]) -> tuple[Any, ...]:
 
 
 _PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
-    (CellType, MappingProxyType, ContextVar): lambda _: (),
+    (CellType, ContextVar): lambda _: (),
+    MappingProxyType: lambda view: (behind(view),),
+    (staticmethod, classmethod): lambda wrapper: (wrapper.__func__,),
+    property: lambda own: (own.fget, own.fset, own.fdel),
+    functools.cached_property: lambda own: (own.func,),
     MethodType: lambda method: (method.__self__, method.__func__),
     functools.partial: lambda partial: (partial.func, partial.args),
     weakref.ref: lambda reference: (reference(),),

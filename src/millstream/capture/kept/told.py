@@ -123,7 +123,9 @@ def _value(table: Any, read: Read) -> Any:
         now = next((found[3] for found in find_contents(holder)), ())
         order = (*OrderedDict.keys(holder),) if is_a(holder, OrderedDict) else ()  # which is not that of the dict in it
         return tuple(map(table.ref, (*now, *order)))
-    if kind in (Kind.TYPE, Kind.TENSOR):  # which their descriptions have
+    if kind is Kind.TYPE:
+        return table.ref(type(holder))
+    if kind is Kind.TENSOR:  # which its description has
         return None
     now = read.now()
     is_ours = _is_instance_of_ours(now) and not is_users(read.code.co_filename)

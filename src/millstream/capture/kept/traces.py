@@ -163,6 +163,7 @@ class Shelf:
         except NotDescribed as reason:
             raise NotKept(str(reason)) from None
         parts = [*settings, plain.__module__, plain.__qualname__, digest_of(plain.__code__), repr(modes), repr(specs)]
+        parts.append(f"{hash('the order of sets')}")  # of texts, which may be any in each process
         parts.append(repr(sorted({*torch.library._defs} | {*torch.library._impls})))
         self._digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
         self._function, self._form, self._arguments = function, key[0], arguments

@@ -129,7 +129,7 @@ class _Table:
         if kind is frozenset:
             if not all(map(is_plain, value)):
                 raise NotKept("it reads a frozenset of objects")
-            return "frozenset", tuple(sorted(map(self.ref, value)))
+            return "frozenset", tuple(map(self.ref, value))  # in this order it is gone through
         if kind is slice:
             return "slice", *map(self.ref, (value.start, value.stop, value.step))
         if kind is CodeType:

@@ -121,6 +121,8 @@ class StepGraph:
     times: dict[int, Any] = field(default_factory=dict)  # what clocks gave before it ran, see ``Values``
     kinds: tuple[type, ...] = ()  # of its arguments, where some of them are numbers that each call brings
     executable: Callable[[list[Tensor]], list[Tensor]] = field(init=False)  # what ``build`` made of it
+    # what that passes everything on to as it is, once it is known to
+    direct: Callable[[list[Tensor]], list[Tensor]] | None = field(default=None, init=False)
     is_on_host: bool = field(init=False)  # whether kernels run one after another, within the call
     has_calls: bool = field(init=False)  # whether something of the user's may be called after it
     readers: list[Callable[[], Any]] = field(init=False)  # of ``sources``
@@ -253,7 +255,7 @@ class StepGraph:
         if self.effects.readings:
             self.times = read_clocks(self.effects.readings, is_early=True)
         try:
-            results = call_plainly(self.executable, self.inputs(arguments))
+            results = call_plainly(self.direct or self.executable, self.inputs(arguments))
         except IndexError as error:
             failed, results = error, []
         if failed is not None:  # a kernel knows neither the operator nor what that says
@@ -264,6 +266,8 @@ class StepGraph:
         else:
             self.guards.quick.bump_versions()
         self.num_runs += 1
+        if self.direct is None:
+            self.direct = getattr(self.executable, "direct", None)
         for tensor, gradient in self.left:
             tensor.grad = gradient
         return results

@@ -45,6 +45,8 @@ class StepProgram:
     there for cases that a step has not (outputs that alias inputs, subclasses); the first call goes through it and
     looks whether it passed everything on as it was, and if so later calls go straight to the executable.
 
+    Attributes:
+        direct: That executable; ``None`` as long as nobody knows whether it can be called so.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class StepProgram:
         self._runner: Runnable | None = None
         self._joined: Joined | None = None  # the same, where it is in segments
         self._hyperparameters: list[str] = []
-        self._direct: Runner | None = None
+        self.direct: Runner | None = None
         self._keep: Callable[[list[Any]], None] | None = None
 
         def finish(lowered: Lowered | LoweredForSizes) -> Runner:
@@ -106,15 +108,15 @@ class StepProgram:
         return [] if self._runner is None else [self._runner]
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
-        if self._direct is not None:
-            return self._direct(inputs)
+        if self.direct is not None:
+            return self.direct(inputs)
         outputs = list(self._run(*inputs))
         if self._seen is not None:
             passed, returned = self._seen
             added = len(passed) - len(inputs)  # tensors that the step has made while it was traced
             if added >= 0 and _same_objects(passed[added:], inputs) and _same_objects(returned, outputs):
                 if not added:
-                    self._direct = self._runner
+                    self.direct = self._runner
                 if self._keep is not None:
                     self._keep(passed[:added])
             self._seen = self._keep = None
