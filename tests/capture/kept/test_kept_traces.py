@@ -198,6 +198,12 @@ def _module(factor):
     return Block()
 
 
+def _modules(value):
+    """Of one class, or of two that have one name."""
+    first, second = _module(2.0), _module(3.0)
+    return first, type(first if value == 2 else second)(), second
+
+
 def _number(value):
     class Number(float):
         pass
@@ -220,14 +226,19 @@ def _with_method(value):
     return type("Held", (), {"scale": staticmethod(methods[value]), "both": tuple(methods.values())})
 
 
+def _steps(value):
+    functions = [lambda x: x * 2, lambda x: x * 3]
+    return *functions, Step(functions[value == 3], build=interpret)
+
+
 HELD = {  # what the step holds, for a number, and how it reads that
     "arguments of a partial": (lambda value: functools.partial(_times, value), lambda held, x: held(x)),
     "a number of a class": (_number, lambda held, x: x * held),
     "a number in an enumeration": (_level, lambda held, x: x * held),
     "a text of a class": (lambda value: type("Text", (str,), {})(value), lambda held, x: x * float(held)),
     "the answer of a cache": (_cached, lambda held, x: x * held()),
-    "what is wrapped": (_with_method, lambda held, x: held.scale(x) + sum(each(x) for each in held.both)),
-    "classes of one name": (lambda value: (_module(2.0), _module(value)), lambda held, x: held[0](x) + held[1](x)),
+    "what is wrapped": (_with_method, lambda held, x: held.both[0](x) * held.both[1](x) + held.scale(x)),
+    "classes of one name": (_modules, lambda held, x: held[0](x) * held[1](x)),
     "the order of a frozenset": (
         lambda value: frozenset([8, 0, 16] if value == 2 else [16, 0, 8]),
         lambda held, x: functools.reduce(lambda total, each: total * 1.5 + each, held, x),
@@ -242,10 +253,7 @@ HELD = {  # what the step holds, for a number, and how it reads that
     ),
     "a length at most": (lambda value: deque([1.0], int(value)), lambda held, x: x * held.maxlen),
     "what an exception was given": (ValueError, lambda held, x: x * held.args[0]),
-    "another step": (
-        lambda value: Step([lambda x: x * 2, lambda x: x * 3][value == 3], build=interpret),
-        lambda held, x: held(x),
-    ),
+    "another step": (_steps, lambda held, x: held[0](x) * held[1](x) + held[2](x)),
     "a thread's own": (lambda value: _local(value), lambda held, x: x * held.value),
     "the first of a dict": (
         lambda value: {key: key for key in ([2.0, 3.0] if value == 2 else [3.0, 2.0])},
