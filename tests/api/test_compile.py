@@ -12,6 +12,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 import millstream as ms
+from millstream._torch.workarounds import torch_version
 from millstream.api import executables
 from millstream.engine.build import why_not_capture
 from millstream.engine.source import compile_plan
@@ -438,6 +439,18 @@ def test_where_nothing_is_captured_the_user_is_told_once(function, reason):
 
 
 @torch.no_grad()
+@pytest.mark.skipif(torch_version() < (2, 13), reason="PyTorch refuses it")
+def test_a_body_writes_what_the_model_has_made():
+    def choose(x):
+        y = x * 1
+        return torch.cond(x.sum() > 0, lambda x: x.mul_(2) + 1, lambda x: x - 1, (y,)) + y
+
+    x = torch.rand(3)
+    compiled = ms.compile(choose, strict=True)
+    for each in (x, -x):
+        assert torch.equal(compiled(each), choose(each))
+
+
 def test_what_torch_compile_cannot_compile_either_runs_as_python(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no such kernel")
