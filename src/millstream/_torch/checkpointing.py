@@ -110,3 +110,31 @@ def checkpoints_reuse_randoms(records: RandomRecords) -> Iterator[None]:
             yield
     finally:
         checkpoint.CheckpointFunction = original  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def regions_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """For the length of the context, functions of checkpointed regions of this thread go through another.
+
+    Args:
+        wrap: Given a region's function when it is entered; what it returns is called then, and to compute it again.
+    """
+    generate = checkpoint._checkpoint_without_reentrant_generator
+    original: Any = checkpoint.CheckpointFunction  # of the reentrant kind, looked up by name
+    reentrant = types.SimpleNamespace(apply=original.apply)
+
+    def generate_wrapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
+        return generate(wrap(function), *args, **kwargs)
+
+    def apply(function: Callable[..., Any], *args: Any) -> Any:
+        return original.apply(wrap(function), *args)
+
+    checkpoint.CheckpointFunction = reentrant  # type: ignore[misc, assignment]
+    try:
+        with (
+            patched(reentrant, "apply", apply),
+            patched(checkpoint, "_checkpoint_without_reentrant_generator", generate_wrapped),
+        ):
+            yield
+    finally:
+        checkpoint.CheckpointFunction = original  # type: ignore[misc]

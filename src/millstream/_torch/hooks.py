@@ -64,8 +64,9 @@ HOOKS_OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_
 
 
 def hooks_of_module(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Hooks that run when ``module`` is called. Tried on 2.11 and 2.13."""
-    return *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    """Hooks that run when ``module`` is called, but for our own. Tried on 2.11 and 2.13."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return tuple(hook for hook in hooks if not isinstance(hook, OwnHook))
 
 
 def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

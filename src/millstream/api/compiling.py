@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         check: int | None
         data_parallel: bool | ProcessGroup
         shard_optimizer: bool
+        shard_parameters: bool
         dynamic: bool | None
 
     class CompileSettings(CommonSettings, total=False, closed=True):

@@ -60,6 +60,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     check: int | None = None,
     data_parallel: bool | ProcessGroup = False,
     shard_optimizer: bool = False,
+    shard_parameters: bool = False,
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
     devices: Sequence[str | torch.device] | None = None,
@@ -107,6 +108,9 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         shard_optimizer: Whether those processes divide their optimizers: each holds the state of its share of the
             parameters and updates that alone, and then all get the others'. SGD, Adam, AdamW, RMSprop and Adagrad only.
             Each process has the gradients of its share; ``clip_grad_norm_`` knows that. See ``ms.full_state_dict``.
+        shard_parameters: Whether those processes divide their models, and optimizers with them: at the first call
+            PyTorch's ``fully_shard`` is applied to what the step trains, whose parameters are then ``DTensor``, and
+            optimizers are given those. The same optimizers as with ``shard_optimizer``.
         dynamic: Whether sizes of arguments are symbolic, so that one graph serves all: ``None`` makes those symbolic
             that were seen to change, ``True`` all from the first capture on, ``False`` none.
         options: Options of TorchInductor, and ``own_kernels``, ``alternatives`` and ``reproducible``, as of
@@ -133,8 +137,9 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     )
     if settings.devices and data_parallel is not False:
         raise ArgumentError("data_parallel= has a process for each device; leave out devices=.")
-    _check_processes(data_parallel, shard_optimizer)
-    how = {"data_parallel": data_parallel, "shard_optimizer": shard_optimizer, "check": _calls_between_checks(check)}
+    shares = {"shard_optimizer": shard_optimizer, "shard_parameters": shard_parameters}
+    _check_processes(data_parallel, shares)
+    how = {"data_parallel": data_parallel, **shares, "check": _calls_between_checks(check)}
     make = functools.partial(_step, settings, how)
     return make if fn is None else make(fn)
 
@@ -189,13 +194,14 @@ def _step(settings: Settings, how: dict[str, Any], fn: Callable[..., Any]) -> St
     )
 
 
-def _check_processes(data_parallel: Any, shard_optimizer: Any) -> None:
+def _check_processes(data_parallel: Any, shares: dict[str, Any]) -> None:
     if not isinstance(data_parallel, bool) and not hasattr(data_parallel, "allreduce"):
         raise ArgumentError(f"data_parallel={data_parallel!r} is neither True nor False nor a process group.")
-    if not isinstance(shard_optimizer, bool):
-        raise ArgumentError(f"shard_optimizer={shard_optimizer!r} is neither True nor False.")
-    if shard_optimizer and data_parallel is False:
-        raise ArgumentError("shard_optimizer=True divides work between processes: give data_parallel=True as well.")
+    for name, value in shares.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name}={value!r} is neither True nor False.")
+        if value and data_parallel is False:
+            raise ArgumentError(f"{name}=True divides work between processes: give data_parallel=True as well.")
 
 
 def _calls_between_checks(check: int | None) -> int:

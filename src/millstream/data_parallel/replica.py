@@ -11,8 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from millstream._torch.distributed.data_parallel import copy_from_first, is_distributed_run
+from millstream._torch.distributed.fully_sharded import is_shard
 from millstream.data_parallel.reducer import Reducer, ReducerSettings
 from millstream.data_parallel.session import watch_steps
+from millstream.data_parallel.sharding.divide import divide_models, why_not_divided
 from millstream.data_parallel.sharding.optimizer import Sharding, sharding_of, why_not_sharded
 from millstream.data_parallel.sharding.reducer import ShardedReducer
 from millstream.errors import ArgumentError, DataParallelError, MillstreamError
@@ -27,6 +29,7 @@ def replicate(
     scalers: Sequence[tuple[str, Any]] = (),
     *,
     shards: bool = False,
+    shards_parameters: bool = False,
 ) -> Reducer:
     """Give all processes the parameters and buffers of the first, and agree on how gradients are reduced.
 
@@ -40,6 +43,7 @@ def replicate(
         group: The processes; all if ``None``.
         scalers: Gradient scalers that it reaches.
         shards: Whether optimizers are divided between processes.
+        shards_parameters: Whether models are, and optimizers with them.
 
     Raises:
         ArgumentError: There is no process group, or a model has a wrapper that reduces, or an optimizer cannot be
@@ -58,6 +62,14 @@ def replicate(
     held = {id(tensor): (path, tensor) for path, tensor in _tensors_of(modules, optimizers, tensors)}
     trained = [(path, tensor) for path, tensor in held.values() if tensor.requires_grad]
     settings = ReducerSettings(is_static=True)
+    if shards_parameters and dist.get_world_size(processes) > 1:
+        _raise_together(processes, why_not_divided(modules, optimizers, tensors, scalers), ArgumentError)
+        Reducer(name, trained, processes, settings, [optimizer for _, optimizer in optimizers])  # compares models
+        copy_from_first(processes, [tensor for _, tensor in held.values()])
+        divide_models(modules, optimizers, processes)
+        left = [(path, each) for path, each in _tensors_of(modules, optimizers, tensors) if not is_shard(each)]
+        rest = {id(each): (path, each) for path, each in left if each.requires_grad}
+        return Reducer(name, [*rest.values()], processes, settings)
     if not shards or dist.get_world_size(processes) == 1:
         reducer = Reducer(name, trained, processes, settings, [optimizer for _, optimizer in optimizers])
     else:

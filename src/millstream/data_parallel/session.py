@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from millstream._torch.checkpointing import regions_wrapped
 from millstream._torch.distributed.data_parallel import (
     broadcast_buffers,
     calls_replaced,
@@ -35,8 +36,17 @@ from millstream._torch.distributed.data_parallel import (
     reduced_parameters,
     why_not_ours,
 )
+from millstream._torch.distributed.fully_sharded import (
+    any_sharded,
+    is_shard,
+    is_shared,
+    local_of_shared,
+    reshard_left,
+    with_gradient,
+)
 from millstream._torch.hooks import OwnHook
 from millstream.data_parallel.reducer import Reducer, ReducerSettings
+from millstream.data_parallel.sharding.parameters import ShardedRun, adopt, agree, units
 from millstream.data_parallel.sharding.reducer import ShardedReducer
 from millstream.data_parallel.sync_batch_norm import group_of, normalize
 from millstream.errors import DataParallelError
@@ -62,6 +72,7 @@ class Session:
             self._armed[replica] = set()
         self._times: Counter[Any] = Counter()
         self._depth = 0
+        self.sharded = ShardedRun(self.rows_of, self.prepare_sharded)
 
     # --- what a trace does otherwise ----------------------------------------------------------------------------------
 
@@ -86,6 +97,14 @@ class Session:
             reducer.note_unused(time, unused)
         return unused
 
+    def rows_of(self, shard: Tensor) -> Tensor:
+        """This process's rows of a parameter under ``fully_shard``, whose gradient becomes the parameter's."""
+        return with_gradient(shard)
+
+    def prepare_sharded(self, module: nn.Module) -> None:
+        """Agree with all processes on a model under ``fully_shard`` that runs for the first time."""
+        agree(module)
+
     # --- the run ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -99,12 +118,17 @@ class Session:
             yield
             return
         outer = getattr(_running, "session", None)
+        reshard_left()
         _running.session = self
         try:
-            with _PATCHES.applied():
+            with (
+                _PATCHES.applied(),
+                regions_wrapped(self.sharded.region) if any_sharded() else contextlib.nullcontext(),
+            ):
                 yield
         finally:
             _running.session = outer
+            self.sharded.close()
             if isinstance(self._replica, ShardedReducer):
                 for sharding in self._replica.shardings.values():
                     sharding.leave()  # where a step has ended early
@@ -180,12 +204,34 @@ class Session:
     ) -> Tensor:
         """``torch.nn.utils.get_total_norm``, which ``clip_grad_norm_`` calls, also of shares of gradients."""
         reducer = self._replica
-        if not isinstance(reducer, ShardedReducer):
-            return original(tensors, norm_type, error_if_nonfinite, foreach)
         gradients = [tensors] if isinstance(tensors, Tensor) else [*tensors]
-        time = self._count(reducer, "norms")
+        if isinstance(reducer, ShardedReducer):
+            time = self._count(reducer, "norms")
+            with torch.no_grad():
+                return reducer.total_norm(original, gradients, float(norm_type), error_if_nonfinite, foreach, time)
+        shards = [each.grad for unit in units() for parameter in unit.parameters for each in (parameter.tensor,)]
+        known = {id(each): each for each in shards if each is not None}
+        if known.keys().isdisjoint(map(id, gradients)):
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
         with torch.no_grad():
-            return reducer.total_norm(original, gradients, float(norm_type), error_if_nonfinite, foreach, time)
+            return self.sharded.total_norm(original, gradients, known, float(norm_type), error_if_nonfinite, foreach)
+
+    def clip_gradients(
+        self,
+        original: Callable[..., None],
+        parameters: Any,
+        max_norm: float,
+        total_norm: Tensor,
+        *how: Any,
+        **more: Any,
+    ) -> None:
+        """``torch.nn.utils.clip_grads_with_norm_``, also of shards and whole parameters, which no operator mixes."""
+        given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        whole = [each for each in given if not is_shard(each)]
+        if not is_shared(total_norm) or not whole:
+            return original(given, max_norm, total_norm, *how, **more)
+        original([each for each in given if is_shard(each)], max_norm, total_norm, *how, **more)
+        return original(whole, max_norm, local_of_shared(total_norm), *how, **more)
 
     def divides(self, optimizer: Optimizer) -> bool:
         """Whether its steps are those of a share."""
@@ -268,6 +314,17 @@ def _differ(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -
 
 
 _running = threading.local()
+
+
+def adopt_sharded(modules: Iterable[nn.Module]) -> None:
+    """Have models under ``fully_shard`` run in our way in every run of a step, if their settings allow it."""
+    reshard_left()
+    adopt(modules, _sharded_now)
+
+
+def _sharded_now() -> ShardedRun | None:
+    session = getattr(_running, "session", None)
+    return None if session is None else session.sharded
 
 
 def watch_steps(optimizer: Optimizer) -> None:

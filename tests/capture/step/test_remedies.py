@@ -831,6 +831,8 @@ ELSEWHERE = (
     "computes nothing with tensors",
     "belongs to",  # test_data_parallel.py
     "is in a DistributedDataParallel",  # tests/parallel
+    "is under fully_shard with",  # tests/parallel
+    "a parameter or gradient under fully_shard",  # tests/parallel
     "find_unused_parameters",  # tests/parallel
     "calls the collective",  # tests/parallel
     "with async_op=True",  # tests/parallel

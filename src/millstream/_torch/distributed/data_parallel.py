@@ -206,6 +206,7 @@ REPLACED: tuple[tuple[str, Any, str], ...] = (
     ("sync_batch_norm", nn.SyncBatchNorm, "forward"),
     ("total_norm", clip_grad, "_get_total_norm"),  # which clip_grad_norm_ calls
     ("total_norm", nn.utils, "get_total_norm"),
+    ("clip_gradients", clip_grad, "_clip_grads_with_norm_"),
 )
 """What a run of a step does in its own way: a name, and where PyTorch has the function."""
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from millstream import _native
 from millstream._torch.distributed.data_parallel import NUM_WRAPPED, data_parallel_wrappers
+from millstream._torch.distributed.fully_sharded import local_of
 from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.scaler import is_idle
 from millstream._torch.switches import precision_told_by
@@ -225,6 +226,7 @@ class Guards:
         self.gradients: list[Tensor | None] = []  # that each of them must have
         self.placed = Check("A parameter or other state was moved or converted.", Tensor.data_ptr)  # these, all state
         self.frozen = Check("A parameter or other state was frozen or unfrozen.", attrgetter("requires_grad"))
+        self.shards = Check("A sharded parameter or its state was given other memory.", local_of, is_)
         self.layouts: Callable[[], bool] = bool  # whether sizes, strides and ``requires_grad`` are as before
         self.hooks = Check("A hook was registered or removed.", _hooks_of)  # of tensors, modules and all modules
         self.hooks.add(None)
@@ -299,8 +301,11 @@ class Guards:
     def place(self, tensors: Sequence[Tensor]) -> None:
         """Expect ``tensors`` to stay where they are."""
         for tensor in tensors:
-            self.placed.add(tensor)
+            own = local_of(tensor)
+            self.placed.add(own)
             self.frozen.add(tensor)
+            if own is not tensor:
+                self.shards.add(tensor, value=own)
         self.layouts = layout_check(self.placed.things)
 
     def settle(self) -> None:
@@ -309,11 +314,18 @@ class Guards:
         self._quick = [check for check in known if check.things]
         self._borrowed = [self.borrowed] if self.borrowed.things else []
         self._slow = [
-            check for check in (self.scalers, self.forms, self.precisions, self.contents, self.dicts) if check.things
+            check
+            for check in (self.scalers, self.forms, self.precisions, self.contents, self.dicts, self.shards)
+            if check.things
         ]
+        if self.shards.things:  # which compiled code does not look into
+            self._slow.append(self.frozen)
+            self.is_quickened = True
 
     def quicken(self, written: Sequence[Tensor]) -> None:
         """From now on let compiled code look first, where it can be had; it also counts up versions of ``written``."""
+        if self.is_quickened:
+            return
         self.is_quickened = True
         install_later()
         entries = [*self.entries.triples()]
@@ -410,6 +422,7 @@ class Guards:
             self.frozen,
             self.forms,
             self.precisions,
+            self.shards,
         )
         for check in (*others, self.scalers, self.hooks):
             for change in check.broken():

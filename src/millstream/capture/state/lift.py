@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from millstream._torch.distributed.fully_sharded import is_shard, local_of
 from millstream.capture.record.location import Location
 from millstream.capture.state.discover import Found, walk_parameters
 from millstream.capture.state.signature import is_lazy_view
@@ -46,7 +47,7 @@ def find_unlifted(found: Found) -> dict[int, tuple[str, Tensor]]:
 
 def why_not_lifted(name: str, tensor: Tensor, where: str = "") -> CaptureError | None:
     """The refusal of a step that uses a tensor which cannot be lifted; ``None`` of one that can be."""
-    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and not is_shard(tensor):
         return CaptureError(
             f"{name} is a {type(tensor).__name__}, a tensor subclass.",
             where=where,
@@ -148,9 +149,10 @@ def check_apart(written: Sequence[tuple[str, Tensor]]) -> None:
     Raises:
         CaptureError: Two of ``written``, names and tensors, do.
     """
+    own = [(name, local_of(tensor)) for name, tensor in written]
     ranges = sorted(
         ((tensor.device.type, tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)), name)
-        for name, tensor in written
+        for name, tensor in own
         if tensor.numel()
     )
     for ((device, _, end), name), ((other_device, start, _), other) in pairwise(ranges):

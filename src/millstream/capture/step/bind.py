@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from millstream._torch.distributed.fully_sharded import local_of
 from millstream.capture.effects.expressions import text_of
 from millstream.capture.guards import native
 from millstream.capture.guards.derive import expect_of_arguments, make_guards
@@ -233,7 +234,7 @@ class StepState:
                 device_scalars.append(_device_scalar(entry, request.host_scalars[index]))
                 static.append(device_scalars[-1].slot.tensor)
             else:
-                static.append(entry.tensor.detach())
+                static.append(local_of(entry.tensor).detach())
         written_state = Memory(tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written)
         given = [*call.arguments, *(request.state[index].tensor for index, _ in traced.replaced)]
         if not written_state.is_apart_from(given, among_each_other=traced.writes_arguments):
@@ -247,11 +248,12 @@ class StepState:
             (old if old is not None else self._grad_buffer(gradient)) if is_left else None
             for gradient, old, is_left in zip(request.gradients, before, traced.left, strict=True)
         ]
+        grad_buffers: list[Tensor] = []
         for index in traced.gradients:
             gradient, old = request.gradients[index], before[index]
             names.append(f"{gradient.name}.grad")
-            static.append(old if old is not None else self._grad_buffer(gradient))
-        grad_buffers = static[len(traced.state) :]
+            grad_buffers.append(old if old is not None else self._grad_buffer(gradient))
+        static += map(local_of, grad_buffers)
         known = traced.questions.names([_name_number(request.found, number) for number in request.numbers])
         slots = [Slot.like(each.tensor) for each in traced.questions.inputs]
         for index in traced.numbers:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.distributed.data_parallel import watch_wrapping
+from millstream._torch.distributed.fully_sharded import any_sharded, reshard_left
 from millstream._torch.hooks import OwnHook
 from millstream._torch.modes import ambient
 from millstream._torch.operators import FORWARD_AD, innermost_transform
@@ -73,7 +74,7 @@ from millstream.capture.trace.unsupported import (
 )
 from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
-from millstream.data_parallel.session import Session
+from millstream.data_parallel.session import Session, adopt_sharded
 from millstream.device.switches import install_later
 from millstream.errors import (
     CaptureError,
@@ -141,6 +142,7 @@ class Step(Generic[P, R]):
         check: Every so many calls of a graph, capture again and compare; 0 for never.
         data_parallel: Whether to replicate what it trains and to reduce its gradients, or the processes that do.
         shard_optimizer: Whether those divide the work and the state of its optimizers.
+        shard_parameters: Whether those divide its models, and its optimizers with them.
         dynamic: Whether sizes of arguments are symbols of a graph: those that were seen to change, all, or none.
 
     Attributes:
@@ -148,7 +150,7 @@ class Step(Generic[P, R]):
         refusals: What runs eagerly, and why.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but the first by name, each with a default
         self,
         function: Callable[P, R],
         *,
@@ -158,6 +160,7 @@ class Step(Generic[P, R]):
         check: int = 0,
         data_parallel: Any = False,
         shard_optimizer: bool = False,
+        shard_parameters: bool = False,
         dynamic: bool | None = None,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
@@ -168,6 +171,7 @@ class Step(Generic[P, R]):
         self.check = check
         self.data_parallel = data_parallel
         self.shard_optimizer = shard_optimizer
+        self.shard_parameters = shard_parameters
         self._replica: Reducer | None = None
         self._name = getattr(function, "__name__", type(function).__name__)
         self._build = build
@@ -234,6 +238,7 @@ class Step(Generic[P, R]):
             check=self.check,
             data_parallel=self.data_parallel,
             shard_optimizer=self.shard_optimizer,
+            shard_parameters=self.shard_parameters,
             dynamic=self._dynamic,
         )
 
@@ -253,6 +258,7 @@ class Step(Generic[P, R]):
             return self.function(*args, **kwargs)
         if innermost_transform() is not None or FORWARD_AD._current_level >= 0:
             return self._run_within_transform(args, kwargs)
+        reshard_left()
         with self._lock.lock:  # a call reads numbers, runs and writes numbers before the next one does
             usual = self._cache.usual if not self.check else None
             if usual is not None and usual.specs is not None and not kwargs:
@@ -341,6 +347,8 @@ class Step(Generic[P, R]):
     def _search(self, roots: Sequence[tuple[str, Any]]) -> Found:
         """What the roots reach; what the function's own code uses of it can be captured."""
         found = discover(roots)
+        if not found.scalers:
+            adopt_sharded(module for _, module in found.modules)
         if unsupported := [*find_unsupported(found)]:
             check_used(discover(roots, {_code_of(self.function)}), unsupported)
         return found
@@ -415,7 +423,9 @@ class Step(Generic[P, R]):
                 group,
                 found.scalers,
                 shards=self.shard_optimizer,
+                shards_parameters=self.shard_parameters,
             )
+            adopt_sharded(module for _, module in found.modules)
 
         is_open = not all(argument.is_leaf for argument in arguments)  # gradients are to reach beyond the step
         with Session(self._replica, lambda: self._optimizers(self._calls.make(args, kwargs))).active():
@@ -637,7 +647,7 @@ class Step(Generic[P, R]):
         roots, where, num_disturbed, is_plain = list(self._roots(call)), "", 0, False
         plain: set[Location] = set()
         disturbed: set[Location] = set()
-        is_usual = like is None and not dimensions and self._replica is None
+        is_usual = like is None and not dimensions and self._replica is None and not any_sharded()
         shelf = open_shelf(self.function, call.key, call.structure, call.arguments) if is_usual else None
         if shelf is not None and (taken := self._take(shelf, call, roots, found, counts)) is not None:
             return taken

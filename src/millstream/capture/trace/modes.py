@@ -55,6 +55,7 @@ from millstream.capture.trace.arrays import LaterArray, array_of
 from millstream.capture.trace.flows import FLOWS, Flows, why_not_a_body
 from millstream.capture.trace.scalar_functions import run_with_scalars
 from millstream.capture.trace.scalars import GraphScalar
+from millstream.capture.trace.shards import Shards
 from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
 from millstream.capture.trace.twins import Twins
 from millstream.passes.cleanup import IS_DECIDED
@@ -134,6 +135,7 @@ class FunctionWatch(TorchFunctionMode):
         moved: By id, tensors whose ``.data`` was assigned, and what has the memory that they had at first.
         looked_at: By id, lifted tensors that were given to any function, or of which an attribute was read.
         asked: By id, tensors of which the program has read what neither arguments nor inputs are compared by.
+        shards: Which are rows of sharded parameters.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class FunctionWatch(TorchFunctionMode):
         self.asked: set[int] = set()
         self._on_host: dict[int, tuple[Tensor, Tensor]] = {}  # by id, copies on the host, and of what
         self.flows = Flows(twins, self.on, self._fail)
+        self.shards = Shards(twins, self._fail)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -188,6 +191,9 @@ class FunctionWatch(TorchFunctionMode):
             self._fail(*_NUMPY_READ)
         is_asked_by_user = self._sizes is not None and not is_ours(sys._getframe(1).f_code.co_filename)
         attribute = name if name != "__get__" else getattr(getattr(func, "__self__", None), "__name__", "")
+        answer = self.shards.answer(func, attribute, args, [*map(twins.real, leaves)], sys._getframe(1))
+        if answer is not NotImplemented:
+            return answer
         if attribute in _ASKED:
             self.asked.add(id(given))
         if attribute in _OF_MEMORY:
@@ -196,7 +202,8 @@ class FunctionWatch(TorchFunctionMode):
             return self._set_data(func, given, *args)
         if type(func) is FunctionType and any(map(isinstance, leaves, repeat(_FUNCTIONS))):
             args, kwargs = tuple(map(self._seen, args)), {key: self._seen(each) for key, each in kwargs.items()}
-        return self._call(func, args, kwargs, leaves, attribute if is_asked_by_user else None)
+        result = self._call(func, args, kwargs, leaves, attribute if is_asked_by_user else None)
+        return self.shards.noted(attribute, given, result)
 
     def _given(self, args: Any, kwargs: dict[str, Any], leaves: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         """Arguments as PyTorch is given them, also in functions of control flow."""

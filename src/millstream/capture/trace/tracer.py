@@ -36,6 +36,7 @@ from millstream._torch.backward import backward_watched
 from millstream._torch.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream._torch.compiler.dynamo import compile_lock
 from millstream._torch.devices.device_guard import keep_device_guard
+from millstream._torch.distributed.fully_sharded import any_sharded
 from millstream._torch.hooks import optimizer_steps_seen
 from millstream._torch.recurrence import plain_recurrence
 from millstream._torch.scaler import is_idle, steps_are_masked
@@ -241,7 +242,8 @@ class _Tracer:
         self.recorder = EffectsRecorder(self.questions, own, self._note_writes)
         self.questions.check, self.questions.branch = self.recorder.check, self.recorder.branch
         request = self.request
-        is_on = not request.dimensions and request.replica is None and not is_off("branches")
+        is_alone = request.replica is None and not any_sharded()  # as branches that communicate are not merged
+        is_on = not request.dimensions and is_alone and not is_off("branches")
         self.ways = Ways(request.ways, is_on=is_on)
         self.ways.count_effects = lambda: len(self.recorder.program)
         self.recorder.choose = self.ways.take

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from millstream._torch.distributed.fully_sharded import local_of
 from millstream._torch.tensors import FakeTensor, FakeTensorMode
 
 _thread = threading.local()
@@ -46,7 +47,7 @@ class Twins:
         """
         self.tensors = tensors
         others = tensors[: len(tensors) - len(last)]
-        self.fakes: list[Tensor] = [*(mode.from_tensor(tensor, static_shapes=True) for tensor in others), *last]
+        self.fakes: list[Tensor] = [*(_fake_of(tensor, mode) for tensor in others), *last]
         with mode:
             for index, device in devices.items():
                 self.fakes[index] = torch.empty_like(self.fakes[index], device=device)
@@ -97,6 +98,16 @@ class Twins:
     def reals_in(self, value: Any) -> Any:
         """A value as the step is given it: tensors in the place of their twins, also in lists and tuples."""
         return _mapped(self._real_of, value)
+
+
+def _fake_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor like another one; of a shard, like what this process has of it."""
+    own = local_of(tensor)
+    fake = mode.from_tensor(own, static_shapes=True)
+    if own is tensor:
+        return fake
+    fake.requires_grad_(tensor.requires_grad)
+    return torch.nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fake
 
 
 def _mapped(others: Mapping[int, Tensor], value: Any) -> Any:

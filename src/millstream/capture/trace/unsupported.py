@@ -13,6 +13,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SparseAdam
 
 from millstream._torch.distributed.data_parallel import data_parallel_wrappers, why_not_ours
+from millstream._torch.distributed.fully_sharded import (
+    fully_sharded_modules,
+    hooks_are_off,
+    why_not_sharded_by_us,
+)
 from millstream._torch.hooks import (
     has_accumulation_hooks,
     has_backward_hooks,
@@ -141,7 +146,9 @@ def _in_data_parallel(found: Found) -> Iterator[Unsupported]:
     A ``DistributedDataParallel`` that the step reaches is captured, if its settings allow it; where the step goes
     around its wrapper, nobody can know whether it is to be averaged.
     """
-    wrappers = data_parallel_wrappers()
+    for _, root in found.modules:
+        yield from _in_sharded(root, found)
+    wrappers = [each for each in data_parallel_wrappers() if not _is_sharded_by_us(each)]
     reached = {id(module) for _, root in found.modules for module in root.modules()}
     owners: dict[int, list[nn.Module]] = {}
     for wrapper in wrappers:
@@ -161,6 +168,30 @@ def _in_data_parallel(found: Found) -> Iterator[Unsupported]:
                 f"{kind}, and leave the step to Python.",
             )
             yield tensor, error
+
+
+def _in_sharded(root: nn.Module, found: Found) -> Iterator[Unsupported]:
+    """Modules under ``fully_shard`` that are not captured."""
+    modules = fully_sharded_modules([root])
+    if not modules:
+        return
+    name = type(modules[0]).__name__.removeprefix("FSDP")
+    reason = next(filter(None, map(why_not_sharded_by_us, modules)), "")
+    if not reason and found.scalers:
+        reason = f"{found.scalers[0][0]}, a GradScaler"
+    if reason:
+        yield (
+            modules[0],
+            CaptureError(
+                f"{name} is under fully_shard with {reason}, which is not captured.",
+                remedy="Leave that out, or compile the model instead, ms.compile(model), and leave the step to Python.",
+            ),
+        )
+
+
+def _is_sharded_by_us(wrapper: nn.Module) -> bool:
+    """Whether steps run a model under ``fully_shard`` without its hooks."""
+    return any(wrapper is each for each in fully_sharded_modules([wrapper])) and hooks_are_off(wrapper)
 
 
 def _tensors_of(found: Found) -> Iterator[tuple[str, Tensor]]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from millstream._torch.distributed.collectives import all_gather, timeout_of
+from millstream._torch.distributed.fully_sharded import is_shard, whole_of
 from millstream.data_parallel.sharding.pieces import Piece
 from millstream.data_parallel.sharding.reducer import ShardedReducer, flat, shaped
 from millstream.errors import ArgumentError, DataParallelError
@@ -37,13 +38,13 @@ SHARD = "shard"
 """Key of a parameter group: whose share of the state this is, for people and to compare."""
 
 
-def why_not_sharded(name: str, optimizer: Optimizer) -> str:
-    """Why an optimizer cannot be divided between processes; empty where it can."""
+def why_not_sharded(name: str, optimizer: Optimizer, option: str = "shard_optimizer") -> str:
+    """Why an optimizer cannot be divided between processes by an option of a step; empty where it can."""
     if type(optimizer) not in ELEMENTWISE:
         kinds = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-        return f"{name} is {type(optimizer).__name__}, which shard_optimizer does not know; it knows {kinds}."
+        return f"{name} is {type(optimizer).__name__}, which {option} does not know; it knows {kinds}."
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{name} has differentiable=True, which shard_optimizer does not know."
+        return f"{name} has differentiable=True, which {option} does not know."
     return ""
 
 
@@ -258,7 +259,10 @@ def full_state_dict(optimizer: Optimizer, *, timeout: float | None = None) -> di
     """
     sharding = sharding_of(optimizer)
     if sharding is None:
-        return optimizer.state_dict()
+        told = optimizer.state_dict()
+        entries = told["state"].items()
+        whole = {index: {key: _whole(value) for key, value in entry.items()} for index, entry in entries}
+        return {**told, "state": whole}
     if timeout is not None and not timeout > 0:
         raise ArgumentError(f"timeout={timeout!r} is no number of seconds; give a positive one, or None.")
     group = sharding._reducer.group
@@ -268,6 +272,11 @@ def full_state_dict(optimizer: Optimizer, *, timeout: float | None = None) -> di
 def _numbered(optimizer: Optimizer) -> Iterator[tuple[int, Tensor]]:
     """Parameters with their numbers in a ``state_dict``."""
     return enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _whole(value: Any) -> Any:
+    """A value of a state; of a shard the whole, on the host."""
+    return whole_of(value).cpu() if is_shard(value) else value
 
 
 def _on_host(value: Any) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import torch
@@ -26,13 +25,12 @@ from millstream.data_parallel.exchange import (
     Exchange,
     dense_strides,
     gather_over,
-    greatest_over,
     scatter_over,
     sum_over,
 )
 from millstream.data_parallel.reducer import Reducer, ReducerSettings, member_of
+from millstream.data_parallel.sharding.norms import Norms
 from millstream.data_parallel.sharding.pieces import Piece, pad, pieces_of
-from millstream.errors import ArgumentError
 
 
 class ShardedReducer(Reducer):
@@ -66,8 +64,8 @@ class ShardedReducer(Reducer):
         self.shardings: dict[Optimizer, Any] = {}
         self.rank = dist.get_rank(group)
         self._gathers: dict[tuple[int, int], list[Exchange]] = {}
-        self._norms: dict[tuple[bool, int], Exchange] = {}
         super().__init__(name, parameters, group, settings, optimizers)
+        self._norms = Norms(name, group, self._agreement)
 
     def _plan(self) -> list[Bucket]:
         members = [member_of(each) for each in self.parameters]
@@ -131,52 +129,12 @@ class ShardedReducer(Reducer):
         foreach: bool | None,
         time: int,
     ) -> Tensor:
-        """``torch.nn.utils.get_total_norm`` of gradients, shares among them. All processes ask for the same norm.
-
-        Args:
-            original: That function.
-            tensors: Of which this process has its shares.
-            norm_type: Of the norm: a positive number or ``inf``.
-            error_if_nonfinite: Whether to raise ``RuntimeError`` where it is not finite.
-            foreach: As PyTorch has it.
-            time: How many norms the same step has asked for before.
-
-        Raises:
-            ArgumentError: The norm of a whole does not follow from those of its parts.
-        """
-        if not norm_type > 0:
-            raise ArgumentError(f"norm_type={norm_type} has no meaning for gradients in shares; give a positive one.")
+        """``torch.nn.utils.get_total_norm`` of gradients, shares among them: see ``Norms``."""
         known = {id(self.parameters[position].grad) for position in self._owners}
         shares = [each for each in tensors if id(each) in known]
         others = [each for each in tensors if id(each) not in known]
         like = [self.parameters[position] for position in sorted(self._owners)]
-        dtype = like[0].dtype
-        for each in like[1:]:
-            dtype = torch.promote_types(dtype, each.dtype)
-        exact = torch.promote_types(dtype, torch.float32)
-
-        def part(of: Sequence[Tensor]) -> Tensor:
-            if not of:
-                return torch.zeros((), dtype=exact, device=like[0].device)
-            norm = original(of, norm_type, foreach=foreach).to(exact)
-            return norm if norm_type == inf else norm**norm_type
-
-        exchange = self._norm_exchange(norm_type == inf, time, exact, like[0].device)
-        (total,) = EXCHANGE([part(shares)], exchange.key)
-        total = torch.maximum(total, part(others)) if norm_type == inf else (total + part(others)) ** (1 / norm_type)
-        if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(f"The total norm of order {norm_type} is not finite, so it cannot be clipped.")
-        return total.to(dtype)
-
-    def _norm_exchange(self, is_greatest: bool, time: int, dtype: torch.dtype, device: torch.device) -> Exchange:
-        key = is_greatest, time
-        if key not in self._norms:
-            like = torch.empty((), dtype=dtype, device=device)
-            over = greatest_over if is_greatest else sum_over
-            label = f"norm {time} of {self.name}"
-            one = Bucket((0,), (0,), 1)
-            self._norms[key] = Exchange(one, [like], self.group, over, label, agreement=self._agreement, is_first=True)
-        return self._norms[key]
+        return self._norms.total(original, shares, others, like, norm_type, error_if_nonfinite, foreach, time)
 
     # --- parameters ---------------------------------------------------------------------------------------------------
 

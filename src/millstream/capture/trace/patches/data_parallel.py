@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from millstream._torch.distributed.collectives import EXCHANGE
 from millstream._torch.distributed.data_parallel import data_parallel_wrappers, why_not_ours
+from millstream._torch.distributed.fully_sharded import is_shard
 from millstream._torch.tracing import reads_seen
 from millstream.capture.lines import here, raise_refusal
 from millstream.capture.trace.modes import FunctionWatch
 from millstream.capture.trace.request import FoundLate, StateMissing
-from millstream.capture.trace.twins import is_traced
+from millstream.capture.trace.twins import fake_of, is_traced
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.exchange import Exchange
 from millstream.data_parallel.reducer import Reducer
@@ -65,7 +66,8 @@ class TracedSession(Session):
         super().__init__(replica)
         self._functions, self._modules, self._report = functions, modules, report
         known = set(map(id, replica.parameters)) if replica is not None else set()
-        self._others = [pair for pair in others if id(pair[1]) not in known] if replica is not None else []
+        others = [pair for pair in others if id(pair[1]) not in known and not is_shard(pair[1])]
+        self._others = others if replica is not None else []
         self.exchanges: list[Exchange] = []
 
     def reducer_of(self, wrapper: DistributedDataParallel) -> Reducer:
@@ -78,6 +80,19 @@ class TracedSession(Session):
         if reducer is None or (reducer.settings.is_static and reducer.unused() is None):
             self._report(StateMissing(f"{type(wrapper).__name__}'s buckets"))
         return reducer
+
+    def rows_of(self, shard: Tensor) -> Tensor:
+        """The twin of a shard is that of this process's rows."""
+        return fake_of(shard)  # type: ignore[no-any-return]
+
+    def prepare_sharded(self, module: nn.Module) -> None:
+        """Stop: processes agree on it in an eager run."""
+        self._report(StateMissing(f"{type(module).__name__}'s shards"))
+
+    def total_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Of gradients, rows of sharded parameters among them."""
+        with self._functions.shards.trusted():
+            return super().total_norm(*args, **kwargs)
 
     def used_by_all(self, reducer: Reducer, used: list[bool], time: int) -> frozenset[int]:
         """What is known for good; where it is not, this process has to use all parameters."""
