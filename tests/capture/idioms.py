@@ -491,15 +491,28 @@ def _(w):
     return step, random.getstate
 
 
-@warned("`x[np.random.permutation(n)]`", "calls numpy.random.permutation", "`x[torch.randperm(n)]`")
+@captured("`x[np.random.permutation(n)]`, `x[random.sample(range(n), k)]`, `torch.from_numpy(rng.normal(size=...))`")
 def _(w):
+    rng = np.random.default_rng(0)
+
     def step(x):
-        return w.train(x[np.random.permutation(4)])
+        noise = torch.from_numpy(rng.normal(size=(4, 3)).astype(np.float32))
+        first = x[random.sample(range(4), 2)].sum()
+        return w.train(x[np.random.permutation(4)] + noise) + first
 
-    def follow(x):
-        return w.train(x[torch.randperm(4)])
+    return step, lambda: (rng.random(), random.getstate())
 
-    return step, follow, nothing
+
+@captured("`torch.from_numpy(self.weights)`, `x[:, self.columns]`: NumPy arrays that an object keeps")
+def _(w):
+    kept = types.SimpleNamespace(weights=np.array([1, 2, 4], np.float32), columns=np.array([2, 0, 1]))
+
+    def step(x):
+        loss = w.train(x[:, kept.columns] * torch.from_numpy(kept.weights) + torch.tensor(np.linspace(0, 1, 3)).float())
+        ms.callback(kept.weights.fill, loss)
+        return loss
+
+    return step, lambda: [*kept.weights]
 
 
 @warned("`i = random.randint(0, n)`; `x[:, i : i + k]`", "needs the very value", "draw outside, and pass the part")

@@ -361,8 +361,8 @@ class NewInputs:
         self._last: fx.Node | None = inputs[last - 1] if last else None
         self._num_added = 0
 
-    def add(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make an input without dimensions; it comes after those that came first and those made before."""
+    def add(self, dtype: torch.dtype, device: torch.device, shape: Sequence[int] = ()) -> Tensor:
+        """Make an input; it comes after those that came first and those made before."""
         graph = self._tracer.graph
         with (
             graph.inserting_before() if self._last is None else graph.inserting_after(self._last),
@@ -370,7 +370,7 @@ class NewInputs:
             torch._C._DisableFuncTorch(),  # type: ignore[attr-defined]
             _disable_current_modes(),
         ):
-            tensor = FakeTensor(self._mode, torch.empty((), dtype=dtype, device="meta"), device)
+            tensor = FakeTensor(self._mode, torch.empty(shape, dtype=dtype, device="meta"), device)
             proxy = self._tracer.create_proxy("placeholder", f"number_{self._num_added}", (), {})
             track_tensor_tree(tensor, proxy, constant=None, tracer=self._tracer)
         self._last = proxy.node

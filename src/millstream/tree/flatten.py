@@ -154,7 +154,7 @@ class _ValueFlattener(Flattener):
             return structure
         if kind is weakref.ref and id(target := value()) in self.around:
             return Around(self.around.index(id(target)))
-        return Reference(value)
+        return Reference(value, value.tobytes() if kind is np.ndarray else b"")
 
 
 def tree_flatten(

@@ -9,6 +9,7 @@ import types
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -655,7 +656,8 @@ def _(w):
     import random
 
     def python(x):
-        return w.finish(w.model(x).sum() * random.sample([1.0, 2.0], 2)[0])
+        random.shuffle(order := [1.0, 2.0])
+        return w.finish(w.model(x).sum() * order[0])
 
     def pytorch(x):
         return w.finish(w.model(x).sum() * torch.rand(()))
@@ -674,6 +676,30 @@ def _(w):
         return w.finish((w.model(x) * torch.rand(())).sum())
 
     return drawn, pytorch
+
+
+@remedy("does with an array of random numbers what a graph cannot")
+def _(w):
+    def constructed(x):
+        return w.finish(w.model(x * torch.FloatTensor(np.random.rand(1))).sum())
+
+    def tensor(x):
+        return w.finish(w.model(x * torch.tensor(np.random.rand(1), dtype=torch.float32)).sum())
+
+    return constructed, tensor
+
+
+@remedy("writes to a NumPy array whose memory a tensor has")
+def _(w):
+    def shared(x):
+        tensor = torch.from_numpy(np.ones(1, np.float32))
+        return w.finish(w.model(x * tensor.mul_(2)).sum())
+
+    def copied(x):
+        tensor = torch.tensor(np.ones(1, np.float32))
+        return w.finish(w.model(x * tensor.mul_(2)).sum())
+
+    return shared, copied
 
 
 @remedy("needs what a NumPy array holds")

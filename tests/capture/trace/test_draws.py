@@ -68,13 +68,83 @@ FORMS = {
     ),
     "in arithmetic": lambda x: x * float(np.clip(np.random.randn() * 0.1, -0.1, 0.1)) + int(random.random() * 100) / 10,
     "of a number drawn": lambda x: x + random.uniform(0, random.random()) + np.random.choice([0.5, random.random()]),
-    "returned": lambda x: [random.random(), np.random.choice([3, 4, 5]), f"{random.random():.2f}"],
+    "arrays as tensors": lambda x: [
+        x * torch.from_numpy(np.random.rand(3)),
+        x * torch.tensor(np.random.randn(3), dtype=torch.float16),
+        x + torch.as_tensor(np.random.binomial(1, 0.5, (len(x), 1))),
+        torch.from_numpy(np.random.rand(3) > 0.5),
+    ],
+    "arrays as indices": lambda x: [
+        x[np.random.permutation(len(x))],
+        x[np.random.randint(-2, 2, (2, 1)), np.random.permutation(3)],
+        x[random.sample(range(4), 2)],
+        x.clone().index_fill_(0, torch.tensor(random.choices([0, 1], k=2)), 0.5),
+    ],
+    "of arrays": lambda x: [
+        x * np.random.rand(3).sum() + np.random.dirichlet([1.0, 2.0])[1],
+        x * torch.tensor([1.0, *np.sort(np.random.rand(2)).tolist()]),
+        x[np.argsort(np.random.rand(4))[:2]],
+    ],
+    "returned": lambda x: [
+        random.random(),
+        np.random.rand(2).tolist(),
+        random.sample(range(9), 3),
+        np.random.choice([3, 4, 5]),
+        f"{random.random():.2f}",
+    ],
 }
 
 
 def test_numbers_and_generators_are_eagers_also_for_a_new_size():
     step = check(lambda: lambda x: [form(x) for form in FORMS.values()], batches(6, (4, 4, 6)), strict=True)
     assert len(step.graphs) < 4
+
+
+ARRAYS = {
+    "kept": lambda x, kept: x * torch.from_numpy(kept),
+    "part": lambda x, kept: x * torch.tensor(kept[::-1].copy()),
+    "made of it": lambda x, kept: x[:, np.argsort(np.sqrt(kept))],
+}
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_an_array_of_the_users_is_read_as_it_is_in_each_call(kind, is_given):
+    def make():
+        kept = np.array([1.0, 2.0, 3.0], np.float32)
+        step = (lambda x, given: ARRAYS[kind](x, given)) if is_given else lambda x: ARRAYS[kind](x, kept)
+        return step, kept
+
+    def run(*, is_captured):
+        step, kept = make()
+        step = Step(step, build=interpret, strict=True) if is_captured else step
+        seen = []
+        for i, x in enumerate(batches(4)):
+            kept[i % 3] += i // 2 * 5  # the same array, filled anew
+            seen.append(step(x, kept) if is_given else step(x))
+        return seen
+
+    assert_same(run(is_captured=True), run(is_captured=False))
+
+
+@pytest.mark.parametrize("is_by_tensor", [True, False])
+def test_memory_of_an_array_and_a_tensor_is_not_written(is_by_tensor):
+    def make():
+        kept = np.zeros(3, np.float32)
+
+        def step(x):
+            own = kept if is_by_tensor else np.zeros(3, np.float32)
+            tensor = torch.from_numpy(own)
+            if is_by_tensor:
+                tensor += 1
+            else:
+                own[0] = 1
+            return x * tensor
+
+        return step
+
+    with pytest.warns(FallbackWarning, match=r"torch.tensor\(array\), which copies"):
+        check(make, batches(3))
 
 
 def test_a_branch_on_a_number_has_two_graphs_and_nothing_is_drawn_twice():
@@ -127,7 +197,10 @@ def test_an_error_after_a_replay_leaves_what_was_drawn():
 
 
 REFUSED = {
-    "an array": (lambda x: x * np.random.rand(3).sum(), "calls numpy.random.rand"),
+    "an array's items": (
+        lambda x: x * torch.FloatTensor(np.random.rand(3)),
+        "does with an array of random numbers what a graph cannot",
+    ),
     "an index": (
         lambda x: x[random.randint(0, 30) // 10 :] * random.random(),
         "needs the very value of what random.randint",
@@ -225,7 +298,7 @@ def test_generators_of_which_more_than_numbers_is_asked_are_left_as_they_were():
     mine = np.random.default_rng(0)
     before = str(mine.bit_generator.state)
     for refused in (
-        lambda x: x * mine.random() + mine.random(4).sum(),
+        lambda x: x * mine.random() * len(mine.spawn(1)),
         lambda x: x * mine.random() + copy.deepcopy(mine).random(),
         lambda x: x * mine.random() + len(mine.bit_generator.state),
         lambda x, rng=mine: x * rng.random(),

@@ -63,10 +63,13 @@ def undrawn(generators: Iterable[Any]) -> Iterator[None]:
             set_state(generator, state)
 
 
-def _is_safe(step: Ask | Read | Draw, first: int, kinds: Sequence[type]) -> bool:
+def _is_safe(step: Ask | Read | Draw, first: int, kinds: Sequence[Any]) -> bool:
     """Whether a step cannot fail in one call if it has not in another."""
     if isinstance(step, Draw):
         operands = step.of.operands
         is_fixed = all(isinstance(each, Always) and isinstance(each.value, int | float) for each in operands)
         return is_fixed and not step.name.endswith("choice")
-    return isinstance(step, Read) and isinstance(step.of, Nth) and kinds[step.of.index - first] is float
+    if not (isinstance(step, Read) and isinstance(step.of, Nth)):
+        return False
+    kind = kinds[step.of.index - first]
+    return kind is float or isinstance(kind, tuple)  # the graph reads every array of a kind

@@ -79,13 +79,21 @@ class Read:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """A random number that the host draws in each call; what follows finds it after the numbers that it is given."""
+    """A random number, array or list that the host draws in each call; it comes after the numbers that are given."""
 
     of: Apply  # the generator's method and what it is given
     generator: Any  # of Python's or NumPy's
     name: str  # of the method, for people
-    kind: type  # of the number
+    kind: Any  # what ``kind_of`` gives for it
     num_values: int | None = None  # how many it may be; ``None`` for many
+
+
+def kind_of(value: Any) -> Any:
+    """A number's type; of an array shape and dtype, too, and of a list the kinds of its items."""
+    if isinstance(value, list):
+        return list, *map(kind_of, value)
+    shape = getattr(value, "shape", ())
+    return (type(value), shape, value.dtype) if shape else type(value)
 
 
 def compile_steps(steps: Sequence[Ask | Read | Draw], *, is_drawing: bool = False) -> Callable[[Any], list[Any] | None]:
@@ -104,7 +112,10 @@ def compile_steps(steps: Sequence[Ask | Read | Draw], *, is_drawing: bool = Fals
         if isinstance(step, Draw):
             if is_drawing:
                 name = source.name_of(step.of)
-                source.lines.append(f"if type({name}) is not {source.constant(step.kind)}: return None")
+                kind = source.constant(step.kind)
+                is_plain = isinstance(step.kind, type)
+                test = f"type({name}) is not {kind}" if is_plain else f"{source.constant(kind_of)}({name}) != {kind}"
+                source.lines.append(f"if {test}: return None")
                 source.lines.append(f"n.append({name})")
             continue
         name = source.name_of(step.of)

@@ -137,7 +137,7 @@ def _partial(function: Any, args: tuple[Any, ...], named: Iterable[tuple[str, An
 
 def _questions(steps: Sequence[Any], num_before: int, inputs: Sequence[Any], num_converted: int) -> Questions:
     fakes = Fakes()
-    made = Questions(_no_input, [*steps], num_before, num_converted=num_converted, thread=None)
+    made = Questions(_no_input, steps=[*steps], num_before=num_before, num_converted=num_converted, thread=None)
     made.inputs = [
         Input(of, fakes.make((number, dtype.itemsize), dtype, device))
         for number, (of, dtype, device) in enumerate(inputs)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -57,10 +58,11 @@ class Slot:
     def __post_init__(self) -> None:
         self.memory = self.tensor.numpy() if self.tensor.is_cpu else None
 
-    @classmethod
-    def like(cls, fake: Tensor) -> Slot:
-        """One of the dtype and on the device of a tensor without values."""
-        return cls(torch.zeros((), dtype=fake.dtype, device=fake.device))
+    @staticmethod
+    def like(fake: Tensor) -> Slot:
+        """One for a tensor without values."""
+        kind = ArraySlot if fake.dim() else Slot
+        return kind(torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device))
 
     def set(self, value: Any) -> None:
         """Let the graph read ``value`` from now on."""
@@ -69,6 +71,16 @@ class Slot:
         else:
             self.tensor.fill_(value)
         self.value = value
+
+
+class ArraySlot(Slot):
+    """An array on the host, as a tensor that a graph reads. It has no ``value``: the array itself may change."""
+
+    def set(self, value: Any) -> None:
+        if self.memory is not None:
+            self.memory[...] = value
+        else:
+            self.tensor.copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
 
 @dataclass(slots=True)
@@ -126,6 +138,7 @@ class StepGraph:
     is_on_host: bool = field(init=False)  # whether kernels run one after another, within the call
     has_calls: bool = field(init=False)  # whether something of the user's may be called after it
     readers: list[Callable[[], Any]] = field(init=False)  # of ``sources``
+    reads_arrays: bool = field(init=False)  # whether it reads arrays of NumPy's, which may have been filled anew
 
     def __post_init__(self) -> None:
         self.is_on_host = all(tensor.is_cpu for tensor in self.static)
@@ -133,6 +146,7 @@ class StepGraph:
         self.has_calls = bool(self.effects.calls)
         self.effects.count(self.sources, self.questions.allow)
         self.readers = [location.reader() for location in self.sources]
+        self.reads_arrays = any(isinstance(slot, ArraySlot) for slot in self.slots)
 
     def fits(self, arguments: list[Tensor], given: Sequence[float] = ()) -> bool:
         """Whether the graph may run now. If so, its numbers and gradients are brought into their places.
@@ -171,7 +185,8 @@ class StepGraph:
         except (KeyError, IndexError, ValueError):  # there is none any more
             return False
         questions = self.questions
-        if not questions.drawn and (all(map(is_, numbers, self.numbers)) or all(map(is_same, numbers, self.numbers))):
+        is_same_again = all(map(is_, numbers, self.numbers)) or all(map(is_same, numbers, self.numbers))
+        if is_same_again and not questions.drawn and not self.reads_arrays:
             return True
         derive = questions.draw if questions.drawn else questions.derive
         derived = derive(numbers) if all(map(is_number, numbers)) else None

@@ -83,13 +83,18 @@ def scalars_in(operands: Iterable[Any]) -> Iterator[GraphScalar]:
             yield from scalars_in(each)
 
 
+def has_scalars(operands: Iterable[Any]) -> bool:
+    """Whether there is any; unlike ``any``, asks them nothing."""
+    return next(scalars_in(operands), None) is not None
+
+
 def evaluate(operands: Iterable[Any], value_of: Callable[[GraphScalar], Any]) -> list[Any]:
     """Operands with values in the place of scalars."""
     return [
         value_of(each)
         if is_scalar(each)
         else type(each)(evaluate(each, value_of))
-        if type(each) in (list, tuple) and any(scalars_in(each))
+        if type(each) in (list, tuple) and has_scalars(each)
         else each
         for each in operands
     ]
@@ -99,17 +104,19 @@ def expression_of(operand: Any, questions: Questions) -> Expression:
     """Gives an operand. What lists and arrays hold is read in each call, and compared like all that the step reads."""
     if is_scalar(operand):
         return operand.of
-    if type(operand) in (list, tuple) and any(scalars_in(operand)):
+    if type(operand) in (list, tuple) and has_scalars(operand):
         items = tuple(expression_of(each, questions) for each in operand)
-        return Apply(_list_of if type(operand) is list else _tuple_of, items)
+        return Apply(list_of if type(operand) is list else tuple_of, items)
     return questions.borrow(operand) if isinstance(operand, list | np.ndarray) else Always(operand)
 
 
-def _list_of(*items: Any) -> list[Any]:
+def list_of(*items: Any) -> list[Any]:
+    """A list of these."""
     return [*items]
 
 
-def _tuple_of(*items: Any) -> tuple[Any, ...]:
+def tuple_of(*items: Any) -> tuple[Any, ...]:
+    """A tuple of these."""
     return items
 
 

@@ -30,21 +30,22 @@ MOST_ITEMS = 4096
 
 _METHODS = frozenset(
     """
-    all any argmax argmin astype clip copy cumsum flatten max mean min prod ravel reshape round squeeze std sum swapaxes
-    transpose var
+    all any argmax argmin argsort astype clip copy cumsum flatten max mean min prod ravel reshape round squeeze std sum
+    swapaxes transpose var
     """.split()
 )
 _FUNCTIONS = frozenset(
     getattr(np, name)
     for name in """
-    all any argmax argmin around clip concatenate cumsum expand_dims hstack max mean min prod ravel reshape round
-    squeeze stack std sum swapaxes transpose var vstack
+    all any argmax argmin argsort around clip concatenate cumsum expand_dims hstack max mean min prod ravel reshape
+    round sort squeeze stack std sum swapaxes transpose var vstack
     """.split()
 )
-_DTYPES = {
+DTYPES = {
     getattr(torch, name): np.dtype(name)
     for name in "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64 complex128".split()
 }
+"""Of arrays, by those of tensors."""
 _PLAIN = (bool, int, float, complex, str, type(None), np.generic, np.dtype, type, slice, type(...))
 
 
@@ -57,6 +58,8 @@ class LaterArray(Later):
         like: An array of zeros of its shape and dtype.
         questions: Receives what is refused.
     """
+
+    is_known = False
 
     def __init__(self, of: Expression, needs: frozenset[Leaf], like: Any, questions: Questions) -> None:
         self.of, self.needs = Shared(of), needs
@@ -73,7 +76,7 @@ class LaterArray(Later):
         if name == "T":
             return self.transpose()
         if name in _METHODS:
-            return functools.partial(_computed, self, _method(name), self)
+            return functools.partial(self._computed, _method(name), self)
         if name.startswith("__") or not hasattr(self._like, name):
             raise AttributeError(f"'{type(self._like).__name__}' object has no attribute '{name}'")
         return self._refuse()
@@ -87,21 +90,21 @@ class LaterArray(Later):
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, key: Any) -> Any:
-        if any(_later_in([key])):  # a mask gives an array of any size
-            self._refuse()
-        return _computed(self, operator.getitem, self, key)
+        if any(not each.is_known or each.dtype == bool for each in later_in([key]) if not is_scalar(each)):
+            self._refuse()  # a mask gives an array of any size
+        return self._computed(operator.getitem, self, key)
 
     def __neg__(self) -> Any:
-        return _computed(self, operator.neg, self)
+        return self._computed(operator.neg, self)
 
     def __abs__(self) -> Any:
-        return _computed(self, abs, self)
+        return self._computed(abs, self)
 
     def __invert__(self) -> Any:
-        return _computed(self, operator.invert, self)
+        return self._computed(operator.invert, self)
 
     def __round__(self, *digits: Any) -> Any:
-        return _computed(self, round, self, *digits)
+        return self._computed(round, self, *digits)
 
     def scalar(self) -> Any:
         """A number of NumPy's in arithmetic with others; itself, if it is none."""
@@ -145,6 +148,16 @@ class LaterArray(Later):
         """Text that is made of it, which stands for itself until that is known."""
         return self._questions.text(Apply(make, (self.of,)), self.needs)
 
+    def _computed(self, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        """What a function gives, some of whose arguments are known later."""
+        parts = [*args, *how.values()]
+        needs = frozenset[Leaf]().union(*(each.needs for each in later_in(parts)))
+        like = unseen(_of_zeros, function, (*how,), [*map(_like, parts)])
+        if "out" in how or not isinstance(like, np.ndarray | np.generic):
+            self._refuse()
+        operands = (_expression(each, self) for each in parts)
+        return LaterArray(Apply(calling(function, (*how,)), tuple(operands)), needs, like, self._questions)
+
     def _convert(self) -> Any:
         self._questions.num_converted += 1  # a trace that sees ``float()`` might get on
         self._refuse()
@@ -155,17 +168,19 @@ class LaterArray(Later):
         """What a function of NumPy's gives for each element."""
         if method != "__call__" or "out" in how or ufunc.nout > 1:
             self._refuse()
-        return _computed(self, ufunc, *inputs, **how)
+        return self._computed(ufunc, *inputs, **how)
 
     def __array_function__(self, function: Any, _: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
         """What another function of NumPy's gives."""
         if function not in _FUNCTIONS or "out" in how:
             self._refuse()
-        return _computed(self, function, *args, **how)
+        return self._computed(function, *args, **how)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        unseen(
-            raise_refusal,
+        unseen(self._raise)
+
+    def _raise(self) -> None:
+        raise_refusal(
             self._questions.refused.append,
             "The step needs what a NumPy array holds that is known after the graph.",
             "Return, append or show the array, or let ms.callback take it; compute with tensors what the graph needs.",
@@ -181,7 +196,7 @@ def _operating(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callabl
     def method(self: LaterArray, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
-        return _computed(self, function, other, self) if swapped else _computed(self, function, self, other)
+        return self._computed(function, other, self) if swapped else self._computed(function, self, other)
 
     return method
 
@@ -202,7 +217,7 @@ def array_of(tensor: Tensor, leaf: Leaf, questions: Questions) -> LaterArray | N
         leaf: Gives a tensor with its values.
         questions: Of the trace.
     """
-    if (dtype := _DTYPES.get(tensor.dtype)) is None:
+    if (dtype := DTYPES.get(tensor.dtype)) is None:
         return None
     like = unseen(np.broadcast_to, np.zeros((), dtype), tuple(tensor.shape))
     return LaterArray(Apply(_on_host, (leaf,)), frozenset((leaf,)), like, questions)
@@ -212,21 +227,15 @@ def _on_host(tensor: Tensor) -> np.ndarray[Any, Any]:
     return tensor.cpu().numpy()
 
 
-def _computed(array: LaterArray, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
-    """What a function gives, some of whose arguments are known later."""
-    parts = [*args, *how.values()]
-    needs = frozenset[Leaf]().union(*(each.needs for each in _later_in(parts)))
-    like = unseen(_of_zeros, function, (*how,), [*map(_like, parts)])
-    if "out" in how or not isinstance(like, np.ndarray | np.generic):
-        array._refuse()
-    operands = (_expression(each, array) for each in parts)
-    of = Apply(functools.partial(_called, function, (*how,)), tuple(operands))
-    return LaterArray(of, needs, like, array._questions)
-
-
 def _of_zeros(function: Callable[..., Any], names: tuple[str, ...], parts: list[Any]) -> Any:
     with np.errstate(all="ignore"):
         return _called(function, names, *parts)
+
+
+@functools.cache
+def calling(function: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function whose last arguments have these names: one object for each, by which two traces are compared."""
+    return functools.partial(_called, function, names) if names else function
 
 
 def _called(function: Callable[..., Any], names: tuple[str, ...], *parts: Any) -> Any:
@@ -234,10 +243,11 @@ def _called(function: Callable[..., Any], names: tuple[str, ...], *parts: Any) -
     return function(*parts[:first], **dict(zip(names, parts[first:], strict=True)))
 
 
-def _later_in(value: Any) -> Iterator[Any]:
+def later_in(value: Any) -> Iterator[Any]:
+    """What stands for numbers and arrays among values, and in lists among these."""
     if type(value) in (list, tuple):
         for each in value:
-            yield from _later_in(each)
+            yield from later_in(each)
     elif issubclass(type(value), Later) or is_scalar(value):
         yield value
 

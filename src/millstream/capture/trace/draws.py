@@ -1,4 +1,4 @@
-"""Random numbers of Python and NumPy in a step: drawn by the host before each replay, as the program would have.
+"""Random numbers and arrays of Python's and NumPy's in a step: the host draws them before each replay, in order.
 
 While a step is traced, a copy of each generator gives the numbers, and the generators themselves are not touched.
 
@@ -13,19 +13,20 @@ import functools
 import random
 import types
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_, not_
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
 import torch
 
-from millstream.capture.effects.expressions import Apply, Draw, Expression, computes_the_same
+from millstream.capture.effects.expressions import Apply, Draw, Expression, computes_the_same, kind_of
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import raise_refusal
 from millstream.capture.record.session import unseen
 from millstream.capture.state.generators import GENERATORS, StandsForGenerator, copy_of
-from millstream.capture.trace.arithmetic import evaluate, expression_of, scalars_in
-from millstream.capture.trace.scalars import GraphScalar, Questions, is_known_later, is_number, is_scalar, is_tensor
+from millstream.capture.trace.arithmetic import evaluate, expression_of, has_scalars, scalars_in
+from millstream.capture.trace.known_arrays import known
+from millstream.capture.trace.scalars import Questions, is_known_later, is_number, is_scalar, is_tensor
 from millstream.errors import CaptureError
 
 REMEDY = "Do that outside of the step, or draw with PyTorch's functions."
@@ -146,18 +147,16 @@ class Draws:
         value = unseen(_with_names(getattr(self._copies[id(generator)], name), names), *plain)
         if len(questions.drawn) < len(self._given):
             value = self._given[len(questions.drawn)]
-        num_values = _num_values(name, plain[: len(plain) - len(names)]) if not any(scalars_in(operands)) else None
+        num_values = _num_values(name, plain[: len(plain) - len(names)]) if not has_scalars(operands) else None
         is_one_of = name == "choice" and num_values is not None and isinstance(generator, random.Random)
-        if not is_number(value) and not isinstance(value, bool | np.bool_) and not is_one_of:
-            self.refuse(f"calls {label}")
-        read: Expression = questions.take(Draw(of, generator, label, type(value), num_values), value)
-        if is_number(value):
-            return GraphScalar(value, read, questions, self._device)
-        if isinstance(value, bool | np.bool_):
-            questions.ask(read, None if value else not_)
-        else:
+        read: Expression = questions.take(Draw(of, generator, label, kind_of(value), num_values), value)
+        if is_one_of and not is_number(value) and not isinstance(value, bool | np.bool_):
             questions.ask(read, functools.partial(is_, value), num_answers=num_values or 1)
-        return value
+            return value
+        made = known(value, read, questions, self._device)
+        if made is None:
+            self.refuse(f"calls {label}")
+        return made
 
 
 class TracedGenerator(StandsForGenerator):
@@ -191,7 +190,7 @@ class TracedGenerator(StandsForGenerator):
 
 def are_alike(one: Draw, other: Draw) -> bool:
     """Whether two traces have drawn a number in the same way."""
-    is_same = one.generator is other.generator and one.name == other.name and one.kind is other.kind
+    is_same = one.generator is other.generator and one.name == other.name and one.kind == other.kind
     mine, others = one.of.operands, other.of.operands
     return is_same and len(mine) == len(others) and all(map(computes_the_same, mine, others))
 

@@ -14,7 +14,6 @@ from itertools import compress, repeat
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction
@@ -53,6 +52,7 @@ from millstream.capture.record.session import unseen
 from millstream.capture.state.executed import function_asking
 from millstream.capture.trace.arrays import LaterArray, array_of
 from millstream.capture.trace.flows import FLOWS, Flows, why_not_a_body
+from millstream.capture.trace.known_arrays import ARRAYS, ReadArrays
 from millstream.capture.trace.scalar_functions import run_with_scalars
 from millstream.capture.trace.scalars import GraphScalar
 from millstream.capture.trace.shards import Shards
@@ -136,6 +136,7 @@ class FunctionWatch(TorchFunctionMode):
         looked_at: By id, lifted tensors that were given to any function, or of which an attribute was read.
         asked: By id, tensors of which the program has read what neither arguments nor inputs are compared by.
         shards: Which are rows of sharded parameters.
+        arrays: NumPy's, as tensors.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class FunctionWatch(TorchFunctionMode):
         self._on_host: dict[int, tuple[Tensor, Tensor]] = {}  # by id, copies on the host, and of what
         self.flows = Flows(twins, self.on, self._fail)
         self.shards = Shards(twins, self._fail)
+        self.arrays = ReadArrays(recorder.questions, lambda: self._fail(*_NUMPY_READ))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -172,8 +174,8 @@ class FunctionWatch(TorchFunctionMode):
         twins, leaves = self._twins, _leaves((*args, *kwargs.values()))
         self._note_used([*map(twins.real, leaves)])
         given = twins.real(args[0]) if args else None
-        args, kwargs = self._given(args, kwargs, leaves)
         name = getattr(func, "__name__", "")
+        args, kwargs = self._given(name, args, kwargs, leaves)
         if name == "numpy" and (array := self._array(given, *args, **kwargs)) is not None:
             return array
         if name in _ALWAYS_REFUSED:
@@ -187,8 +189,8 @@ class FunctionWatch(TorchFunctionMode):
                 "The step registers a hook on a parameter or other state.",
                 "Change the gradient in the step, after backward.",
             )
-        if any(map(issubclass, map(type, args), repeat(np.ndarray))):
-            self._fail(*_NUMPY_READ)
+        if name not in _INDEXING and any(map(issubclass, map(type, leaves), repeat(ARRAYS))):
+            return self.arrays.given(name, args, kwargs)
         is_asked_by_user = self._sizes is not None and not is_ours(sys._getframe(1).f_code.co_filename)
         attribute = name if name != "__get__" else getattr(getattr(func, "__self__", None), "__name__", "")
         answer = self.shards.answer(func, attribute, args, [*map(twins.real, leaves)], sys._getframe(1))
@@ -205,12 +207,14 @@ class FunctionWatch(TorchFunctionMode):
         result = self._call(func, args, kwargs, leaves, attribute if is_asked_by_user else None)
         return self.shards.noted(attribute, given, result)
 
-    def _given(self, args: Any, kwargs: dict[str, Any], leaves: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+    def _given(self, name: str, args: Any, kwargs: dict[str, Any], leaves: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
         """Arguments as PyTorch is given them, also in functions of control flow."""
         if any(map(self._twins.holds, leaves)):
             args, kwargs = self._twins.given(args, kwargs)
         if self.flows.is_inside:
             args, kwargs = self.flows.replaced(args), self.flows.replaced(kwargs)
+        if name in _INDEXING and any(map(issubclass, map(type, leaves), repeat(_KNOWN))):
+            args = (args[0], self.arrays.key(args[1], args[0].device), *args[2:])
         return args, kwargs
 
     def _call(
@@ -307,7 +311,8 @@ class FunctionWatch(TorchFunctionMode):
         is_seen = is_state or self.flows.is_inside
         if tensor.requires_grad or tensor.device.type != "cpu" or is_seen or self._sizes is not None:
             return None
-        is_argument = any(storage_id(tensor) == storage_id(each) for each in self._twins.fakes)
+        inputs = (each.tensor for each in self._recorder.questions.inputs)
+        is_argument = any(storage_id(tensor) == storage_id(each) for each in (*self._twins.fakes, *inputs))
         _, source = self._on_host.get(id(tensor), (None, None))
         if source is not None:  # which a graph on its device gives: the host copies it, after the graph
             tensor = source
@@ -359,7 +364,7 @@ class FunctionWatch(TorchFunctionMode):
     def unseen_refused(self) -> Iterator[None]:
         """For the length of the context, what no mode sees raises: it would touch the user's own tensors."""
         with (
-            attributes_here(torch, from_numpy=lambda _: self._fail(*_NUMPY_READ)),
+            attributes_here(torch, from_numpy=lambda array: self.arrays.given("from_numpy", (array,), {})),
             attributes_here(torch._C, _swap_tensor_impl=lambda *_: self.fail_at_memory("_swap_tensor_impl")),
         ):
             yield
@@ -391,6 +396,9 @@ def _repr_as(traced: Tensor, *, is_named: bool) -> Callable[[Tensor], str]:
     shown = "requires_grad=True" if node is None else f"grad_fn=<{type(node).__name__}>"
     return lambda value: before + repr(value.detach().requires_grad_()).replace("requires_grad=True", shown)
 
+
+_INDEXING = frozenset({"__getitem__", "__setitem__"})
+_KNOWN = (*ARRAYS, GraphScalar)
 
 _NUMPY_READ = ("The step reads a NumPy array.", "Make a tensor of it outside of the step and pass that.")
 

@@ -48,6 +48,7 @@ from millstream.capture.effects.expressions import (
     Read,
     compile_steps,
     indices_in,
+    kind_of,
 )
 from millstream.capture.effects.values import Later, Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
@@ -85,10 +86,11 @@ Bounds: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Input:
-    """A number that the graph reads."""
+    """A number that the graph reads, or an array."""
 
     of: Expression
-    tensor: Tensor  # that stands for it while the step is traced: int64 for a whole number, float64 for another
+    # that stands for it while the step is traced: int64 for a whole number, float64 for another; an array's is alike
+    tensor: Tensor
 
 
 @dataclass(slots=True)
@@ -96,6 +98,8 @@ class Questions:
     """What the traced program asked about the values of its numbers, and what its graph reads of them."""
 
     new_input: Callable[[GraphScalar, torch.dtype], Tensor]  # makes an input of the graph
+    # likewise for an array: of a shape, dtype and device
+    new_array: Callable[[Sequence[int], torch.dtype, torch.device], Tensor] | None = None
     # questions, inputs and draws, in the order of the program
     steps: list[Ask | Read | Draw] = field(default_factory=list)
     num_before: int = 0  # numbers that come before those that are drawn: what was lifted, and sizes
@@ -160,9 +164,17 @@ class Questions:
             dtype, check = torch.int64, fits_int64
         elif is_double(number.value):
             check = is_double if number.is_users else _is_double_or_exact
-        tensor = self.new_input(number, dtype)
-        self.inputs.append(Input(number.of, tensor))
-        self.add(Read(number.of, check))
+        return self._read(number.of, check, self.new_input(number, dtype))
+
+    def read_array(self, of: Expression, value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Let the graph read an array, which is ``value`` this time, as a tensor of ``dtype`` on a device."""
+        assert self.new_array is not None
+        kind = kind_of(value)
+        return self._read(of, lambda now: kind_of(now) == kind, self.new_array(value.shape, dtype, device))
+
+    def _read(self, of: Expression, check: Callable[[Any], bool], tensor: Tensor) -> Tensor:
+        self.inputs.append(Input(of, tensor))
+        self.add(Read(of, check))
         return tensor
 
     def take(self, draw: Draw, value: Any) -> Nth:

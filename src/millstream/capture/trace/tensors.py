@@ -136,7 +136,7 @@ class Leaving:
         _check_returned(self.structure, state)
         self._note_replaced(stored, parts)
         own = self._own_outputs()
-        taken = set(self.memory)
+        taken = {*self.memory, *(storage_id(each.tensor) for each in self.recorder.questions.inputs)}
         results: list[Tensor] = []
         index_of: dict[int, int] = {}
 

@@ -94,6 +94,7 @@ from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
 from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.clocks import Clocks
 from millstream.capture.trace.draws import Draws, are_alike
+from millstream.capture.trace.known_arrays import writes_array
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
 from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
@@ -236,7 +237,7 @@ class _Tracer:
     def __post_init__(self) -> None:
         self.unsupported = {id(each): error for each, error in find_unsupported(self.request.found)}
         self.unlifted = find_unlifted(self.request.found)
-        self.questions = Questions(self._new_input)
+        self.questions = Questions(self._new_input, self._new_array)
         self.questions.texts.style = self.request.style
         own = {id(container) for _, container in self.request.found.containers}
         self.recorder = EffectsRecorder(self.questions, own, self._note_writes)
@@ -535,6 +536,7 @@ class _Tracer:
                     self.leaving.keep_data()
                     stored = self.changes.keep(self.leaving.copies)
                     self._check_left()
+                    functions.arrays.check_unchanged()
                     self.leaving.keep_gradients()
                     results = self.leaving.take_outputs(result, stored)
                     self.leaving.copy_back()
@@ -765,6 +767,9 @@ class _Tracer:
     def _new_input(self, number: GraphScalar, dtype: torch.dtype) -> Tensor:
         return self.new_inputs.add(dtype, number.device)
 
+    def _new_array(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.new_inputs.add(dtype, device, shape)
+
     @contextlib.contextmanager
     def _numbers_replaced(self) -> Iterator[None]:
         """Put graph scalars in the places of the numbers."""
@@ -909,6 +914,15 @@ class _Tracer:
                     remedy="Use torch.autograd.grad and return the gradient.",
                 )
 
+    def _take_arrays(self, gm: fx.GraphModule, numbers: Sequence[fx.Node]) -> None:
+        """Have NumPy's arrays where the graph wants them; refuse to write there."""
+        inputs = self.questions.inputs
+        arrays = {node: index for index, node in enumerate(numbers) if inputs[index].tensor.dim()}
+        if any(storage_id(node.meta["val"]) in written_storages(gm) for node in arrays):
+            raise writes_array()
+        for node in hoist_transfers(gm, [*arrays]):
+            inputs[arrays[node]] = replace(inputs[arrays[node]], tensor=node.meta["val"])
+
     def _finish(self, gm: fx.GraphModule) -> Traced:
         leaving = self.leaving
         assert leaving.structure is not None
@@ -938,6 +952,7 @@ class _Tracer:
         starts = [sum(sizes[:part]) for part in range(4)]
         replaced = [placeholders[index] for index in leaving.replaced]
         transfers = hoist_transfers(gm, [*placeholders[starts[3] :], *replaced])
+        self._take_arrays(gm, placeholders[starts[2] : starts[3]])
         written = written_storages(gm)
         targets = written_inputs(gm)
         state = zip(self.request.state, placeholders, strict=False)
