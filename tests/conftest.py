@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # What a test changes in the compiler must be seen: nothing is found that another test has lowered.
 os.environ.setdefault("MILLSTREAM_WARM_START", "0")
+os.environ.setdefault("MILLSTREAM_TRACES", "0")  # also where a test has programs kept
 
 import numpy as np
 import pytest

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+from torch._decomp import global_decomposition_table
 from torch._library.simple_registry import singleton
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -31,7 +33,12 @@ _PYTORCHS = frozenset(
 
 def is_users(target: Any) -> bool:
     """Whether an operator is the user's, or a library's: neither PyTorch's nor ours."""
-    return isinstance(target, torch._ops.OpOverload) and target.namespace not in _PYTORCHS
+    return isinstance(target, torch._ops.OpOverload) and not is_known(target)
+
+
+def is_known(operator: Any) -> bool:
+    """Whether an operator, or all overloads of one, are PyTorch's or ours."""
+    return str(operator).partition(".")[0] in _PYTORCHS
 
 
 def names_of_overloads(name: str) -> list[str]:
@@ -54,6 +61,26 @@ def is_expanded_later(operator: Any) -> bool:
         return False
     entry = singleton._data.get(f"{operator.namespace}::{operator._opname}")  # ``find`` would make one
     return entry is not None and bool(entry.torch_dispatch_rules._data)
+
+
+def replaced_by_others() -> list[str]:
+    """Operators of PyTorch's in whose place tracing or lowering comes to Python code of others."""
+    found = {each for each in torch.library._impls if each.startswith(_OWN) and not each.endswith(_OF_DEVICES)}
+    tables = [*global_decomposition_table.values()]
+    for module, name in (("decomposition", "decompositions"), ("lowering", "lowerings")):
+        if (loaded := sys.modules.get(f"torch._inductor.{module}")) is not None:  # or nobody has put anything there
+            tables.append(getattr(loaded, name))
+    for table in tables:
+        for operator, function in table.items():
+            root = str(getattr(function, "__module__", "")).partition(".")[0]
+            if root not in ("torch", "functools", "millstream"):
+                found.add(str(operator))
+    return sorted(found)
+
+
+_OWN = ("aten/", "prim/")
+_OF_DEVICES = tuple(f"/{key}" for key in "Meta CPU CUDA MPS XPU HPU MTIA PrivateUse1".split())
+"""Kernels by which eager computes: a trace has none of them in it."""
 
 
 def find_modes() -> list[Any]:

@@ -1,20 +1,25 @@
 """A later process takes a trace from disk where tracing would give the same, and traces where anything differs."""
 
+import decimal
 import enum
 import functools
 import io
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import warnings
 from collections import deque
+from collections.abc import Sized
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._decomp import global_decomposition_table
 
 from millstream.cache import cache_folder
 from millstream.capture import Step
@@ -35,7 +40,7 @@ FEW = 40
 @pytest.fixture
 def taken(monkeypatch, tmp_path):
     """For each time that a trace was looked for in an empty cache, and there was one: whether it was taken."""
-    for name, value in (("WARM_START", "1"), ("TRACES", "1"), ("CACHE_DIR", str(tmp_path))):
+    for name, value in (("WARM_START", "1"), ("TRACES", ""), ("CACHE_DIR", str(tmp_path))):
         monkeypatch.setenv(f"MILLSTREAM_{name}", value)
     (tmp_path / "traces").mkdir(mode=0o700)
     found, take = [], Shelf.take
@@ -130,8 +135,8 @@ def test_another_instance_of_a_program_is_not_traced(make, taken, monkeypatch):
     assert any("its trace was on disk" in line for line in step.history)
 
 
-def test_unless_asked_to_nothing_is_kept(taken, tmp_path, monkeypatch):
-    monkeypatch.delenv("MILLSTREAM_TRACES")
+def test_traces_can_be_switched_off(taken, tmp_path, monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_TRACES", "0")
     train(tied)
     assert not [*(tmp_path / "traces").iterdir()]
 
@@ -226,6 +231,33 @@ def _with_method(value):
     return type("Held", (), {"scale": staticmethod(methods[value]), "both": tuple(methods.values())})
 
 
+def _named(value):
+    def function():
+        pass
+
+    function.__name__ = "f" * int(value)
+    return function
+
+
+def _annotated(value):
+    def function(k: value = value):
+        return value
+
+    def other(k: value = value):
+        return value, 1.5, "more"
+
+    return function if value == 2 else other
+
+
+def _called(value):
+    return type("Held", (), {"__call__": abs} if value == 2 else {})()
+
+
+def _compared(value):
+    kind = type("Held", (), {"__eq__": lambda *_: True, "__hash__": None} if value == 2 else {})
+    return [kind(), kind()]
+
+
 def _steps(value):
     functions = [lambda x: x * 2, lambda x: x * 3]
     return *functions, Step(functions[value == 3], build=interpret)
@@ -254,6 +286,15 @@ HELD = {  # what the step holds, for a number, and how it reads that
     "a length at most": (lambda value: deque([1.0], int(value)), lambda held, x: x * held.maxlen),
     "what an exception was given": (ValueError, lambda held, x: x * held.args[0]),
     "another step": (_steps, lambda held, x: held[0](x) * held[1](x) + held[2](x)),
+    "what a function is called": (_named, lambda held, x: x * len(held.__name__)),
+    "what a function is annotated with": (_annotated, lambda held, x: x * held.__annotations__["k"]),
+    "defaults of a function": (_annotated, lambda held, x: x * held.__defaults__[0]),
+    "code of a function": (_annotated, lambda held, x: x * len(held.__code__.co_consts)),
+    "what a closure of another holds": (_annotated, lambda held, x: x * held.__closure__[0].cell_contents),
+    "a list that indexes a tensor": (lambda value: [0] * int(value), lambda held, x: x[..., held]),
+    "a special method": (_called, lambda held, x: x * 2 if callable(held) else x),
+    "a method by which C compares": (_compared, lambda held, x: x * (2 + held.index(held[-1]))),
+    "a pattern": (lambda value: re.compile(f"{value:.0f}"), lambda held, x: x * (2 if held.match("2") else 3)),
     "a thread's own": (lambda value: _local(value), lambda held, x: x * held.value),
     "the first of a dict": (
         lambda value: {key: key for key in ([2.0, 3.0] if value == 2 else [3.0, 2.0])},
@@ -291,6 +332,72 @@ def test_what_python_never_changes_within_a_process_is_compared(what, taken):
     assert not any(taken)
 
 
+class Shown:
+    pass
+
+
+NAMES, SHOWN, MODE = {"a", "bb", "ccc"}, Shown(), " ".join(["a", "b"])
+
+FLEETING = {  # what gives something else in each process
+    "going through a set": (lambda x: functools.reduce(lambda y, name: y * len(name) + 1, NAMES, x), "order of a set"),
+    "a loop over a set": (lambda x: sum(at * len(name) * x for at, name in enumerate(NAMES)), "order of a set"),
+    "a set that the step makes": (lambda x: x * len(next(iter({"a", "bb", f"{MODE}c"}))), "order of a set"),
+    "popping": (lambda x: x * len({*sorted(NAMES)}.pop()), "order of a set"),
+    "text of a set": (lambda x: x * f"{[NAMES]}".index("bb"), "order of a set"),
+    "hash": (lambda x: x * (hash("a") % 7), r"builtins\.hash"),
+    "id": (lambda x: x * (next(map(id, [SHOWN])) % 7), r"builtins\.id"),
+    "an address": (lambda x: x * len(f"{SHOWN}"), "address of a Shown"),
+    "dir": (lambda x: x * len(dir(SHOWN)), r"builtins\.dir"),
+    "one object or two": (lambda x: x * 2 if MODE is NAME else x, "two equal str"),
+    "what is registered": (lambda x: x * 2 if isinstance(SHOWN, Sized) else x, "registered with Sized"),
+    "a NaN among others": (lambda x: x * 2 if NAN in [NAN] else x, "two NaNs"),
+    "the process": (lambda x: x * (os.getpid() % 7), r"posix\.getpid"),
+    "decimal": (lambda x: x * float(decimal.Decimal(1) / 3), r"decimal\.Decimal"),
+}
+NAME, NAN = "a b", float("nan")
+
+
+@pytest.mark.parametrize("what", FLEETING)
+def test_what_is_another_in_each_process_is_not_kept(what, taken, tmp_path):
+    function, reason = FLEETING[what]
+    step, x = Step(function, build=interpret), torch.ones(2)
+    for _ in range(3):
+        assert_same(step(x), function(x), name="result")
+    assert not [*(tmp_path / "traces").iterdir()]
+    assert any(re.search(f"not kept on disk: .*{reason}", line) for line in step.history)
+
+
+STEADY = {  # what looks like that, and is not
+    "what is in a set": lambda x: x * len(NAMES) if "a" in NAMES and {"bb"} <= NAMES else x,
+    "a sorted set": lambda x: functools.reduce(lambda y, name: y * len(name), sorted(NAMES), x),
+    "a set of numbers": lambda x: functools.reduce(lambda y, each: y * 2 + each, {3, 1, 2}, x),
+    "one object": lambda x: x * 2 if SHOWN is not NAMES else x,
+}
+
+
+@pytest.mark.parametrize("what", STEADY)
+def test_what_is_the_same_in_each_process_is_kept(what, taken):
+    for _ in range(2):
+        step, x = Step(STEADY[what], build=interpret), torch.ones(2)
+        for _ in range(2):
+            assert_same(step(x), STEADY[what](x), name="result")
+    assert taken == [True]
+
+
+def test_nothing_is_kept_while_others_have_their_code_among_pytorchs(taken, tmp_path):
+    table = global_decomposition_table["post_autograd"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(table, torch.ops.aten.mish.default, lambda x: x * 2)
+        train(tied)
+    assert not [*(tmp_path / "traces").iterdir()]
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(taken, tmp_path, monkeypatch):
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "no folder"))
+    assert not train(tied).refusals
+
+
 def run_project(folder, files):
     for name, text in files.items():
         (folder / name).write_text(text)
@@ -306,10 +413,10 @@ def project(tmp_path_factory):
     for path in cache_folder().glob("*.so"):  # compiled code, which need not be compiled once more
         shutil.copy2(path, cached)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("WARM_START", "1"), ("TRACES", "1"), ("CACHE_DIR", str(cached))):
+        for name, value in (("WARM_START", "1"), ("TRACES", ""), ("CACHE_DIR", str(cached))):
             patch.setenv(f"MILLSTREAM_{name}", value)
         patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-        patch.setenv("PYTHONHASHSEED", "0")
+        patch.setenv("PYTHONHASHSEED", "1")
         first = run_project(folder, FILES)
         assert not first["bad"]
         assert not first["taken"]
@@ -321,6 +428,7 @@ def test_edits_between_processes_are_noticed(edit, project, tmp_path, monkeypatc
     folder, cached = project
     shutil.copytree(cached, tmp_path / "cache")
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONHASHSEED", "2")
     files = dict(FILES)
     if edit is not None:
         file, before, after = EDITS[edit]

@@ -30,11 +30,11 @@ from millstream.capture.record.paths import (
     place_of,
     places_in,
 )
-from millstream.capture.record.reads import MISSING, WHOLE, Kind, Read, Write, behind, is_a
+from millstream.capture.record.reads import IS_HEAP_TYPE, MISSING, WHOLE, Kind, Read, Write, behind, is_a
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.contents import Answers, is_container
 from millstream.capture.state.discover import MAX_ITEMS
-from millstream.capture.state.relevant import IS_HEAP_TYPE, counts, is_fixed, is_library
+from millstream.capture.state.relevant import counts, is_fixed, is_library
 from millstream.capture.state.signature import SCALARS, is_same, kind_of, whole_form_of
 from millstream.capture.trace.request import Request, Traced
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import functools
 import hashlib
-import sys
+import re
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from types import (
@@ -31,8 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millstream._torch.operators import is_known
+from millstream.capture.record.fleeting import is_written_in_python
 from millstream.capture.record.reads import WHOLE, behind, is_a
-from millstream.capture.state.relevant import IS_HEAP_TYPE
 
 MOST_BYTES = 1 << 20
 """Of an array that is compared by its content."""
@@ -101,11 +102,15 @@ def describe(value: Any, ref: Callable[[Any], Any]) -> tuple[Any, ...]:
     if kind is FunctionType:
         return "function", value.__module__, value.__qualname__, digest_of(value.__code__), ref(value.__globals__)
     if is_a(value, type):
-        return "class", *_names_of(value)
+        return "class", *_names_of(value), _names_of(type(value))
     if is_a(value, Tensor):
         return "tensor", *_tensor(value)
     if is_a(value, ModuleType):
         return "module", value.__name__
+    if is_a(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if not is_known(value):
+            raise NotKept(f"it reads the operator {value}, which is none of PyTorch's")
+        return "operator", str(value)
     if is_a(value, enum.Enum):
         return "enum", _names_of(kind), value.name, repr(value._value_)
     if is_a(value, WHOLE):
@@ -115,11 +120,12 @@ def describe(value: Any, ref: Callable[[Any], Any]) -> tuple[Any, ...]:
     parts = next((parts for of, parts in _PARTS.items() if is_a(value, of)), None)
     if parts is not None:
         return "object", _names_of(kind), *map(ref, parts(value))
-    if not all(each in _OPEN or _is_written_in_python(each) for each in kind.__mro__):
+    if not all(each in _OPEN or is_written_in_python(each) for each in kind.__mro__):
         raise NotKept(f"it reads a {kind.__module__}.{kind.__qualname__}, which cannot be compared")
     return "object", _names_of(kind)
 
 
+Named = namedtuple("Named", "number")
 _PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     (CellType, ContextVar): lambda _: (),
     MappingProxyType: lambda view: (behind(view),),
@@ -130,6 +136,9 @@ _PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     functools.partial: lambda partial: (partial.func, partial.args),
     weakref.ref: lambda reference: (reference(),),
     tuple: tuple.__iter__,
+    re.Pattern: lambda pattern: (pattern.pattern, pattern.flags),
+    type(Named.number): lambda getter: getter.__reduce__()[1],
+    BaseException: lambda error: (error.args,),
     deque: lambda items: (items.maxlen,),
     defaultdict: lambda items: (items.default_factory,),
     **{base: lambda value, base=base: (base.__repr__(value),) for base in (int, float, complex, str, bytes)},
@@ -137,20 +146,23 @@ _PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
 """What objects of classes in C have for good."""
 
 
-def _is_written_in_python(kind: type) -> bool:
-    """Whether a class statement has made a class, so that its objects have attributes and slots alone."""
-    if not kind.__flags__ & IS_HEAP_TYPE:
-        return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", "")  # of an interactive session there is none
-    return file is None or (not file.endswith((".so", ".pyd")) and kind not in _IN_C)
-
-
-_IN_C = (functools.partial, functools._lru_cache_wrapper, weakref.ref, *WHOLE)
-"""Classes that look as if they were not."""
-
-
 def _names_of(kind: type) -> tuple[str, ...]:
-    return tuple(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+    """A class by its bases, with the special methods of those that a user may have changed: C asks for them."""
+    found = []
+    for each in kind.__mro__:
+        special = (name for name in vars(each) if name.startswith("__") and name.endswith("__") and name not in _OF_ANY)
+        own = " ".join(sorted(special)) if is_written_in_python(each) else ""
+        found.append(f"{each.__module__}.{each.__qualname__} {own}".rstrip())
+    return tuple(found)
+
+
+_OF_ANY = frozenset(
+    """
+    __annotations__ __annotate__ __annotations_cache__ __dict__ __doc__ __firstlineno__ __module__ __qualname__
+    __slots__ __static_attributes__ __weakref__ __abstractmethods__ __parameters__ __orig_bases__
+    """.split()
+)
+"""What classes have that says nothing of how their objects behave, some of which comes and goes."""
 
 
 def _tensor(value: Tensor) -> Sequence[Any]:

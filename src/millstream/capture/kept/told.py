@@ -78,7 +78,7 @@ def _is_of_library(code: CodeType) -> bool:
 @functools.lru_cache(maxsize=1)
 def _made_for_libraries(_: int) -> set[CodeType]:
     """Such code in the modules that there are."""
-    modules = [module for name, module in sys.modules.items() if is_library(name)]
+    modules = [module for name, module in [*sys.modules.items()] if is_library(name)]
     classes = {each for module in modules for each in [*vars(module).values()] if type(each) is type}
     held = (each for kind in classes for each in vars(kind).values())
     methods = (each.__func__ if type(each) is staticmethod else each for each in held)
@@ -98,6 +98,8 @@ def tell(writer: Writer, read: Read, record: Recorder, numbers: Container[Any]) 
         key = None if read.key is None else writer.ref(read.key)
         owner = read.owner if is_a(read.owner, str) else writer.ref(read.owner)
         holder = writer.ref(read.holder)
+        if read.kind is Kind.TYPE and holder[0] in ("=", "tuple"):
+            return None  # as that says of which class it is
         if holder[0] != "object":
             raise NotKept(f"it reads of {holder}")
         value = _ANY if is_number else _value(writer, read)  # the graph is given numbers anew
@@ -122,7 +124,7 @@ def _value(table: Any, read: Read) -> Any:
     if kind is Kind.CONTENTS:
         now = next((found[3] for found in find_contents(holder)), ())
         order = (*OrderedDict.keys(holder),) if is_a(holder, OrderedDict) else ()  # which is not that of the dict in it
-        return tuple(map(table.ref, (*now, *order)))
+        return table.all_of(holder, (*now, *order))
     if kind is Kind.TYPE:
         return table.ref(type(holder))
     if kind is Kind.TENSOR:  # which its description has

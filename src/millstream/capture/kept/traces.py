@@ -17,7 +17,6 @@ import hashlib
 import io
 import logging
 import os
-import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,12 +25,12 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from millstream._torch.distributed.data_parallel import data_parallel_wrappers
 from millstream._torch.hooks import HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, hooks_of_optimizer
+from millstream._torch.operators import replaced_by_others
 from millstream.cache import cache_folder, limit_bytes, read_private, trim, write_private
 from millstream.capture.effects.program import Effects, Output
 from millstream.capture.kept.descriptions import NotKept, digest_of
@@ -128,7 +127,7 @@ _PLAIN_PARTS += ("writes_arguments", "num_converted")
 
 def open_shelf(function: Any, key: Any, structure: Structure, arguments: Sequence[Tensor]) -> Shelf | None:
     """The shelf for a call; ``None`` where traces are not kept, or cannot be."""
-    if not is_on() or os.environ.get("MILLSTREAM_TRACES") != "1":
+    if not is_on() or os.environ.get("MILLSTREAM_TRACES") == "0":
         return None
     try:
         return Shelf(function, key, structure, arguments)
@@ -147,7 +146,7 @@ class Shelf:
         arguments: Its tensors.
 
     Attributes:
-        outcome: What has come of looking there, for people; empty where there was nothing.
+        outcome: What has come of looking there or of keeping one, for people; empty where there is nothing to say.
 
     Raises:
         NotKept: Something has no text that says all about it.
@@ -163,8 +162,8 @@ class Shelf:
         except NotDescribed as reason:
             raise NotKept(str(reason)) from None
         parts = [*settings, plain.__module__, plain.__qualname__, digest_of(plain.__code__), repr(modes), repr(specs)]
-        parts.append(f"{hash('the order of sets')}")  # of texts, which may be any in each process
-        parts.append(repr(sorted({*torch.library._defs} | {*torch.library._impls})))
+        if others := replaced_by_others():
+            raise NotKept(f"others have put code in the place of {', '.join(others[:3])}")
         self._digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
         self._function, self._form, self._arguments = function, key[0], arguments
         self._objects = [part.target for _, part in walk(structure, "") if isinstance(part, Reference)]
@@ -205,10 +204,15 @@ class Shelf:
 
     def keep(self, request: Request, traced: Traced, learned: Learned) -> None:
         """Write a trace, where all of it can be told."""
+        data = None
         try:
             data = zlib.compress(self._dump(request, traced, learned), 1)
-        except (NotKept, pickle.PicklingError, AttributeError, TypeError) as reason:
-            LOGGER.debug("the trace is not kept on disk: %s", reason)
+        except NotKept as reason:
+            self.outcome = f"its trace is not kept on disk: {reason}"
+        except Exception as error:  # noqa: BLE001  whatever cannot be told: it is traced in every process
+            self.outcome = f"its trace is not kept on disk: {type(error).__name__}: {error}"
+        if data is None:
+            LOGGER.debug(self.outcome)
             return
         free = (variant for variant in range(MOST_VARIANTS) if not self._path(variant).exists())
         write_private(self._path(next(free, 0)), hashlib.sha256(data).digest() + data)
@@ -222,6 +226,8 @@ class Shelf:
     def _dump(self, request: Request, traced: Traced, learned: Learned) -> bytes:
         _check_ordinary(request.found)
         record = traced.record
+        if record.fleeting:
+            raise NotKept(f"it depends on what another process has not: {record.fleeting}")
         if traced.replaced or traced.sizes is not None or traced.wrapper_reads or request.replica is not None:
             raise NotKept("it has arguments of many sizes, state that is replaced, or several processes")
         if traced.questions.draws or traced.questions.borrowed or traced.effects.conditions or request.is_plain:

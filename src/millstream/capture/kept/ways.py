@@ -16,7 +16,7 @@ import ast
 import functools
 import sys
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -32,10 +32,12 @@ from types import (
 )
 from typing import Any, TypeAlias
 
+import numpy as np
 from torch import Tensor
 
 from millstream.capture.guards.guards import original_of
 from millstream.capture.kept.descriptions import NAMED, NotKept, describe, digest_of, is_plain
+from millstream.capture.record.fleeting import of_native, of_order
 from millstream.capture.record.location import MISSING as NOTHING
 from millstream.capture.record.paths import is_namespace
 from millstream.capture.record.reads import (
@@ -127,20 +129,27 @@ class _Table:
         if is_a(value, tuple):
             return "tuple", self.ref(kind), tuple(map(self.ref, tuple.__iter__(value)))
         if kind is frozenset:
-            if not all(map(is_plain, value)):
-                raise NotKept("it reads a frozenset of objects")
-            return "frozenset", tuple(map(self.ref, value))  # in this order it is gone through
+            return "frozenset", self.all_of(value, value)
         if kind is slice:
             return "slice", *map(self.ref, (value.start, value.stop, value.step))
         if kind is CodeType:
             return "code", digest_of(value)
+        if is_a(value, np.ufunc) and getattr(np, value.__name__, None) is value:
+            return "named", f"numpy.{value.__name__}"
         if is_a(value, NAMED):
             owner = getattr(value, "__self__", None)
             is_free = owner is None or is_a(owner, ModuleType | type) or type(owner).__module__ == "pybind11_builtins"
             place = getattr(owner, "__name__", "") or getattr(value, "__objclass__", kind).__qualname__
             name = f"{getattr(value, '__module__', None)}.{place}.{value.__name__}"
+            if reason := of_native(value):
+                raise NotKept(f"it reads {reason}")
             return "named", name, None if is_free else self.ref(owner)
         return "object", self.number_of(value)
+
+    def all_of(self, holder: Any, items: Iterable[Any]) -> tuple[Ref, ...]:
+        """What the items of a container are; without their order where another process would have another one."""
+        found = tuple(map(self.ref, items))
+        return tuple(sorted(found, key=repr)) if is_a(holder, set | frozenset) and of_order(holder) else found
 
 
 class Writer(_Table):
@@ -349,6 +358,7 @@ _OF_KIND: dict[Any, tuple[str, ...]] = {
     ContextVar: ("content of context",),
     MappingProxyType: ("behind",),
     weakref.ref: ("referent",),
+    defaultdict: ("factory",),
 }
 """What belongs to objects of a class for good."""
 _FIND: dict[str, Callable[..., Any]] = {
@@ -377,6 +387,7 @@ _FIND: dict[str, Callable[..., Any]] = {
     "setter": lambda value: value.fset,
     "wrapped": lambda value: value.__wrapped__,
     "behind": behind,
+    "factory": lambda items: items.default_factory,
     "referent": lambda reference: reference(),
 }
 """How each part of an object is found."""

@@ -146,15 +146,20 @@ class SlotAttributes(Attributes):
 
     def __getitem__(self, key: str) -> Any:
         try:
-            return self.members[key].__get__(self._owner)
+            return self._slot(key).__get__(self._owner)
         except AttributeError:
             raise KeyError(key) from None
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.members[key].__set__(self._owner, value)
+        self._slot(key).__set__(self._owner, value)
 
     def __delitem__(self, key: str) -> None:
-        self.members[key].__delete__(self._owner)
+        self._slot(key).__delete__(self._owner)
+
+    def _slot(self, key: str) -> Any:
+        """Of a class in C, what stands for it there, such as a function's ``__name__``."""
+        held = (vars(kind).get(key) for kind in type(self._owner).__mro__)
+        return self.members.get(key) or next(each for each in held if each is not None)
 
     def __iter__(self) -> Iterator[str]:
         return (key for key in self.members if key in self)

@@ -1,6 +1,6 @@
 """What functions in C read and write of what they are given: nobody sees that from the outside.
 
-One that is not known counts as reading all that it is given, to a depth of three; so does the object that it is a
+One that is not known counts as reading all that it is given; so does the object that it is a
 method of.
 """
 
@@ -43,8 +43,8 @@ _COPYING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
 GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 """Classes of functions in C that read what they are made for."""
 
-DEPTH = 16
-"""To which functions that are not known are taken to read."""
+DEPTH = 1000
+"""To which functions that are not known are taken to read: Python lets those in C go no deeper."""
 
 NATIVE = (
     BuiltinFunctionType,
@@ -99,6 +99,7 @@ SPECIAL: dict[Any, tuple[str, ...]] = {
     next: ("__next__",),
     reversed: ("__reversed__", "__len__", "__getitem__"),
     dir: ("__dir__",),
+    callable: ("__call__",),
     **dict.fromkeys((list, tuple, set, frozenset, enumerate, sorted, sum, min, max, any, all, dict), ("__iter__",)),
 }
 """Methods of what they are given that they call, and look up in its class."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from types import CodeType, GetSetDescriptorType, MappingProxyType, MemberDescriptorType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 from xml.etree.ElementTree import Element
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from millstream.capture.record.location import slots_of
 
+IS_HEAP_TYPE = 1 << 9  # of a class's flags: made by a class statement, or by a module in C that could be one
 MISSING: Any = object()
 """Stands for what was not there."""
 
@@ -181,7 +182,11 @@ def find_attribute(value: Any, name: str, look_up: LookUp = find_in_class) -> It
     yield from of_class
     if is_a(value, type):
         yield from look_up(value, name)[0]
-    elif type(raw) is MemberDescriptorType and name != "__dict__":
+        if is_data and name in _OF_CLASSES:
+            yield value, Kind.SLOT, name, read_slot(raw, value), value
+    elif name == "cell_contents" and is_a(value, CellType):
+        yield value, Kind.CELL, None, content_of_cell(value), name
+    elif name != "__dict__" and (type(raw) is MemberDescriptorType or is_a(value, _HELD_IN_C.get(name, ()))):
         yield value, Kind.SLOT, name, read_slot(raw, value), value
     elif not is_data:
         held = own_dict(value)
@@ -192,6 +197,15 @@ def find_attribute(value: Any, name: str, look_up: LookUp = find_in_class) -> It
             yield from look_up(kind, "__getattr__")[0]
 
 
+_HELD_IN_C: dict[str, type] = {
+    **dict.fromkeys("__code__ __name__ __qualname__ __annotations__ __defaults__ __kwdefaults__".split(), FunctionType),
+    "args": BaseException,
+}
+"""Attributes, by name, that objects of a class in C keep though they are no slots: asked again, the same object."""
+_OF_CLASSES = ("__name__", "__qualname__")
+"""Likewise, of classes."""
+
+
 def find_own(value: Any) -> Iterator[Found]:
     """All attributes of an object itself, as it is the one that was there before: its dict may be made only now."""
     if (held := own_dict(value)) is not None:
@@ -200,7 +214,7 @@ def find_own(value: Any) -> Iterator[Found]:
         yield value, Kind.SLOT, name, read_slot(slot, value), value
 
 
-def read_slot(slot: MemberDescriptorType | GetSetDescriptorType, value: Any) -> Any:
+def read_slot(slot: Any, value: Any) -> Any:
     """What an object has in a slot."""
     try:
         return slot.__get__(value)

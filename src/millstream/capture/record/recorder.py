@@ -17,6 +17,7 @@ import queue
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from io import IOBase
@@ -24,8 +25,10 @@ from types import CellType, CodeType, FrameType, FunctionType, MappingProxyType,
 from typing import Any, Protocol
 
 from torch import SymFloat, SymInt, Tensor, nn
+from torch.autograd import Function
 
 from millstream.capture.lines import is_part_of_project, is_pythons, is_users, is_users_own
+from millstream.capture.record import fleeting
 from millstream.capture.record.location import (
     Attributes,
     ClassAttributes,
@@ -51,6 +54,7 @@ from millstream.capture.record.natives import (
 from millstream.capture.record.opcodes import Site
 from millstream.capture.record.reads import (
     CONTAINERS,
+    IS_HEAP_TYPE,
     MISSING,
     SHOWING,
     Found,
@@ -128,6 +132,7 @@ class Recorder:
         self._dicts: list[tuple[Any, Any]] = []  # of objects, some of which are made only now, and behind views; whose
         self._plain: set[tuple[Any, ...]] = set()  # where something else was put than stand-ins for numbers
         self._origins: dict[int, Read] = {}  # by id, what led to an object first
+        self._fleeting: dict[str, tuple[CodeType, int]] = {}  # where
         self._frame: FrameType
         self._argument: Any = None
         self._at: tuple[CodeType, int] = (self.__init__.__code__, 0)  # type: ignore[misc]
@@ -146,6 +151,14 @@ class Recorder:
     def codes(self) -> Iterable[CodeType]:
         """Code that has run."""
         return self._session.codes
+
+    @property
+    def fleeting(self) -> str:
+        """What another process may find otherwise though it reads the same, and where; empty if there is nothing."""
+        for reason, (code, unit) in self._fleeting.items():
+            line = Read(None, Kind.TYPE, None, None, None, code, unit).line
+            return f"{reason} ({code.co_filename}:{line}, in {code.co_qualname})"
+        return ""
 
     @property
     def again(self) -> set[CodeType]:
@@ -309,8 +322,18 @@ class Recorder:
             parts = (value.__globals__, value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
             self._before.update(map(id, (*parts, *(value.__closure__ or ()))))
 
+    def _note(self, reason: str) -> None:
+        if reason:
+            self._fleeting.setdefault(reason, self._at)
+
+    def _meet(self, value: Any) -> None:
+        """What the step has from somewhere may be in C."""
+        if type(value) in fleeting.IN_C or is_a(value, type):
+            self._note(fleeting.of_native(value, self._at[0]))
+
     def _read(self, found: Iterable[Found]) -> None:
         for holder, kind, key, value, owner in found:
+            self._meet(value)
             if kind in _OF_CONTAINERS:
                 self._looked_into.add(id(holder))
             place = _place(holder, kind, key)
@@ -325,6 +348,7 @@ class Recorder:
         """``find_in_class``, of what was not looked up there before."""
         at = id(kind), name
         if at in self._in_classes:
+            self._meet(self._in_classes[at][1])
             return [], self._in_classes[at][1]
         found, value = find_in_class(kind, name)
         self._in_classes[at] = kind, value
@@ -397,12 +421,20 @@ class Recorder:
         self._read(self._look_up(holder if is_a(holder, type) else type(holder), self._argument)[0])
 
     def _item(self, holder: Any, key: Any) -> None:
+        self._key(key)
         self._read(find_contents(holder) if is_a(key, slice) else find_item(holder, key))
+
+    def _key(self, key: Any) -> None:
+        """What a key holds is read, too, such as a list by which a tensor is indexed."""
+        if not is_a(key, _PLAIN):
+            self._read(find_contents(key, DEPTH))
 
     def _slice(self, holder: Any, *_: Any) -> None:
         self._read(find_contents(holder))
 
     def _contains(self, key: Any, holder: Any) -> None:
+        self._note(fleeting.of_nan(key))
+        self._key(key)
         self._read(find_item(holder, key) if is_a(holder, dict) else find_contents(holder))
         self._special(holder, "__contains__", "__iter__")
         self._ask(holder)
@@ -433,6 +465,7 @@ class Recorder:
         self._store_attribute(owner)
 
     def _store_item(self, new: Any, holder: Any, key: Any) -> None:
+        self._key(key)
         self._special(holder, "__setitem__", "__delitem__")
         if is_a(holder, Tensor) or _is_users_method(holder, "__setitem__"):
             return
@@ -455,6 +488,11 @@ class Recorder:
             self._read(find_length(value))
 
     def _contents(self, value: Any) -> None:
+        self._note(fleeting.of_order(value))
+        self._set_contents(value)
+
+    def _set_contents(self, value: Any) -> None:
+        """The same where the order is of no matter."""
         self._special(value, "__iter__", "keys")
         self._read(find_contents(value))
         self._ask(value)
@@ -489,11 +527,19 @@ class Recorder:
         self._special(manager, "__enter__", "__exit__")
 
     def _text(self, value: Any, *_: Any) -> None:
+        self._note(fleeting.of_text(value))
         self._special(value, "__format__", "__str__", "__repr__")
         self._read(find_contents(value, DEPTH))
 
+    def _identity(self, one: Any, other: Any) -> None:
+        self._note(fleeting.of_identity(one, other))
+
     def _operator(self, *operands: Any) -> None:
         name = self._argument if is_a(self._argument, str) else ""
+        if name == "mod" and is_a(operands[0], str | bytes):
+            self._note(fleeting.of_text(operands[1]))
+        if name in ("eq", "ne") and is_a(operands[0], list | tuple | dict):
+            self._note(fleeting.of_nan(operands[0]))
         for operand in operands:
             self._special(operand, *(f"__{prefix}{name}__" for prefix in ("", "r", "i") if name))
             if not is_a(operand, Tensor):
@@ -501,6 +547,8 @@ class Recorder:
 
     def _operator_in_place(self, target: Any, operand: Any) -> None:
         self._operator(target, operand)
+        if is_a(target, list | deque):
+            self._note(fleeting.of_order(operand))
         if not is_a(target, Tensor | tuple):
             self._write(find_contents(target))
 
@@ -514,7 +562,7 @@ class Recorder:
         if issubclass(kind, Tensor):  # what a traced one has is a tensor's
             for name in names:
                 self._read(self._look_up(Tensor, name)[0])
-        elif kind.__flags__ & _IS_HEAP_TYPE:
+        elif kind.__flags__ & IS_HEAP_TYPE:
             self._read([(holder, Kind.TYPE, None, kind, holder)])
             for name in names:
                 self._read(self._look_up(kind, name)[0])
@@ -535,6 +583,7 @@ class Recorder:
     def _call_spread(self, first: Any, second: Any, given: Any, named: Any = None) -> None:
         function = first if _CALLABLE_FIRST else second
         self._ask(given)
+        self._note(fleeting.of_order(given))
         self._read(find_contents(given))
         self._read(find_contents(named))
         plain = tuple(given) if type(given) in (tuple, list) else ()
@@ -574,24 +623,34 @@ class Recorder:
         for argument in arguments if asks_iterators(function) else ():
             if not is_a(argument, IOBase):  # which is no more than a name for most
                 self._ask(argument)
+        for each in (function, *arguments):
+            self._meet(each)
         if (owner := owner_of(function)) is not None:
             arguments = (owner, *arguments)
             self._dicts.append((owner, function))
+        self._note(fleeting.of_call(function, arguments))
+        if is_a(owner, type) and issubclass(owner, Function):  # whose methods C calls
+            for name in ("forward", "setup_context", "backward"):
+                self._read(self._look_up(owner, name)[0])
         self._read(self._without_tensors(find_reads(function, arguments)))
         if arguments and id(arguments[0]) not in self._filled:
             self._write(find_writes(function, arguments), arguments[-1])
 
     def _made(self, kind: type, arguments: tuple[Any, ...]) -> None:
         """A class is called."""
-        for argument in arguments if not kind.__flags__ & _IS_HEAP_TYPE else ():
+        if not fleeting.is_written_in_python(kind):
+            for each in (kind, *arguments):
+                self._meet(each)
+            self._note(fleeting.of_call(kind, arguments))
+        for argument in arguments if not kind.__flags__ & IS_HEAP_TYPE else ():
             self._ask(argument)
         for argument in arguments[:1]:
             self._special(argument, *SPECIAL.get(kind, ()))
-        if kind.__flags__ & _IS_HEAP_TYPE:
+        if kind.__flags__ & IS_HEAP_TYPE:
             for name in ("__new__", "__init__"):
                 self._read(self._look_up(kind, name)[0])
             self._special(kind, "__call__")
-        if not kind.__flags__ & _IS_HEAP_TYPE or kind.__module__ in ("functools", "operator", "collections"):
+        if not kind.__flags__ & IS_HEAP_TYPE or kind.__module__ in ("functools", "operator", "collections"):
             self._read(self._without_tensors(find_reads(kind, arguments)))
 
     def _without_tensors(self, found: Iterable[Found]) -> Iterator[Found]:
@@ -623,9 +682,6 @@ def _ids_of_new() -> Iterator[tuple[set[int], Callable[[int], bool]]]:
         new.update(map(id, gc.get_objects(generation=0)))
         new -= known
         del young
-
-
-_IS_HEAP_TYPE = 1 << 9  # of a class's flags: made by a class statement, or by a module in C that could be one
 
 
 def _place(holder: Any, kind: Kind, key: Any) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from millstream._torch.hooks import HOOKS_FOR_ALL
 from millstream.capture.lines import is_users
 from millstream.capture.record.paths import is_namespace
-from millstream.capture.record.reads import MISSING, WHOLE, Kind, Read, is_a
+from millstream.capture.record.reads import IS_HEAP_TYPE, MISSING, WHOLE, Kind, Read, is_a
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.code import is_users_module
 from millstream.capture.state.discover import OF_PYTHON
@@ -127,7 +127,6 @@ _OF_OPTIMIZERS = ("defaults", "grad_scale", "found_inf")
 _LOOKED_INTO = (nn.Module, Optimizer, LRScheduler, Distribution, list, dict, set, deque, *WHOLE)
 _LOOKED_INTO += (type(os.environ), SimpleNamespace, UserDict, UserList, ChainMap, partial, ContextVar)
 """Classes of libraries whose objects hold what is the user's."""
-IS_HEAP_TYPE = 1 << 9  # of a class's flags: others cannot change
 
 
 def _is_looked_into(owner: Any) -> bool:

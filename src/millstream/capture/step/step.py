@@ -661,7 +661,7 @@ class Step(Generic[P, R]):
             request.drawn = () if like is None else like.questions.drawn
             try:
                 traced = self._trace_converting(request, call)
-                self._leave(shelf, request, traced, roots[num_roots:])
+                self._leave(shelf, call, request, traced, roots[num_roots:])
                 return request, traced
             except FoundLate as late:
                 roots.append((late.name, late.value))
@@ -691,10 +691,13 @@ class Step(Generic[P, R]):
             remedy="Make tensors arguments, or make them with PyTorch functions inside of the step.",
         )
 
-    def _leave(self, shelf: Shelf | None, request: Request, traced: Traced, late: Sequence[tuple[str, Any]]) -> None:
+    def _leave(
+        self, shelf: Shelf | None, call: Call, request: Request, traced: Traced, late: Sequence[tuple[str, Any]]
+    ) -> None:
         """Keep a trace for later processes, if it can be."""
         if shelf is not None:
             shelf.keep(request, traced, self._state.learned(request, late))
+            _add_to_cause(call, shelf)
 
     def _take(
         self, shelf: Shelf, call: Call, roots: list[tuple[str, Any]], found: Found, counts: CountsOnDevice
@@ -711,8 +714,7 @@ class Step(Generic[P, R]):
                 if (traced := shelf.take(kept, request)) is not None:
                     settle()
                     taken = request, traced
-        if shelf.outcome and call.cause is not None:
-            call.cause = replace(call.cause, text=f"{call.cause.text}; {shelf.outcome}")
+        _add_to_cause(call, shelf)
         return taken
 
     def _trace_converting(self, request: Request, call: Call) -> Traced:
@@ -777,6 +779,13 @@ class Step(Generic[P, R]):
             with contextlib.suppress(CaptureError):  # then there never was a graph
                 for optimizer in self._optimizers(call):
                     move_counts_to_host(optimizer)
+
+
+def _add_to_cause(call: Call, shelf: Shelf) -> None:
+    """Tell people what has come of the trace on disk."""
+    if shelf.outcome and call.cause is not None:
+        call.cause = replace(call.cause, text=f"{call.cause.text}; {shelf.outcome}")
+        shelf.outcome = ""
 
 
 def _code_of(function: Callable[..., Any]) -> Any:
