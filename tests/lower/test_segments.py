@@ -15,7 +15,7 @@ from millstream.lower.updates import updates_of
 class Doubling:
     """A collective of two processes that have the same; it may take the memory of an earlier one."""
 
-    label, is_divided = "a bucket", False
+    label, is_divided, is_paced = "a bucket", False, False
 
     def __init__(self, *like, log, memory=None):
         self.memory = torch.empty(sum(each.numel() for each in like), dtype=like[0].dtype) if memory is None else memory
@@ -163,6 +163,23 @@ def test_weight_decay_is_computed_where_the_optimizer_is():
     *before, last = [segment for segment in cut(functional(step, *inputs), 8).segments if segment.graph]
     assert 0.99 in factors(last)
     assert not any(0.99 in factors(segment) for segment in before)
+
+
+def test_values_of_a_paced_collective_are_copied_when_it_begins():
+    log = []
+    one = Doubling(torch.ones(3), log=log)
+    one.is_paced = True
+
+    def gathering(x):
+        (a,) = EXCHANGE([x * 3], one.key)
+        return [a + 1]
+
+    x = torch.randn(3)
+    segments = cut(functional(gathering, x), 1)
+    (expected,) = gathering(x)
+    (result,) = run(segments, [one], [x])
+    torch.testing.assert_close(result, expected)
+    assert [(segment.starts, len(segment.brings)) for segment in segments.segments] == [((0,), 1), ((), 0)]
 
 
 def test_collective_that_needs_another_comes_after_it():

@@ -101,7 +101,8 @@ def clipping(net, optimizer):
 def accumulating(net, optimizer):
     def step(x, y):
         loss = 0.0
-        for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+        for number, (part, target) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+            net.set_requires_gradient_sync(number == 1)
             each = F.mse_loss(net(part), target) / 2
             each.backward()
             loss = loss + each.detach()

@@ -55,3 +55,8 @@ def test_models_that_cannot_be_divided_are_refused(pair):
     for held, optimizer in pair.run(checks.cannot_be_divided):
         assert "would be left with the whole parameter" in held
         assert "is Norms, which shard_parameters does not know" in optimizer
+
+
+def test_four_processes(many):
+    """Some have no row of a parameter."""
+    assert len({*many.run(checks.same_as_eager, "several passes", 4)}) == 1

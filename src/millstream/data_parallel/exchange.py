@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -72,6 +72,16 @@ class Memory:
             self.tensor.untyped_storage().resize_(0)
 
 
+Sent: TypeAlias = int | slice | tuple[slice, tuple[int, ...]]
+"""Where a value goes, see ``Exchange``."""
+
+
+def _part(sent: Sent, views: Sequence[Tensor], memory: Tensor) -> Tensor:
+    if isinstance(sent, tuple):
+        return memory[sent[0]].view(sent[1])
+    return views[sent] if isinstance(sent, int) else memory[sent]
+
+
 class Exchange:
     """One collective and its memory.
 
@@ -90,7 +100,9 @@ class Exchange:
         agreement: Of the group, where processes ask each other whether to replay one capture, or compare.
         is_first: Whether it is the first of those that belong together, which is when they do.
         shares: An earlier one whose memory it takes; ``None`` for its own.
-        sent: Where its values go: to the view of that number, or that part of the memory; ``None``: to all views.
+        sent: Where its values go: to the view of that number, or that part of the memory, maybe in a shape;
+            ``None``: to all views.
+        is_paced: Whether it is to begin no earlier than what comes before its use needs, as it takes memory till then.
 
     Attributes:
         key: By which graphs refer to it.
@@ -114,10 +126,11 @@ class Exchange:
         agreement: Agreement | Comparison | None = None,
         is_first: bool = False,
         shares: Exchange | None = None,
-        sent: Sequence[int | slice] | None = None,
+        sent: Sequence[Sent] | None = None,
+        is_paced: bool = False,
     ) -> None:
         device = device or like[0].device
-        self.agreement, self._is_first = agreement, is_first
+        self.agreement, self._is_first, self.is_paced = agreement, is_first, is_paced
         self.group, self.label = group, label
         self._over, self._issue = over, over(group)
         self._communicators = communicators_of(group)
@@ -134,7 +147,7 @@ class Exchange:
             ]
             self.sent = self.views
             if sent is not None:
-                self.sent = [self.views[each] if isinstance(each, int) else memory[each] for each in sent]
+                self.sent = [_part(each, self.views, memory) for each in sent]
         self.num_uses = 0
         self._board: Board | None = None
         self._work: Any = None

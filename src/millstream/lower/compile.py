@@ -84,6 +84,7 @@ class Lowered:
             that are passed before them: then it can be found by the step's own graph, before AOT autograd.
         variants: How it can be lowered otherwise, where that may be tried.
         tried: What came of alternatives in an earlier process.
+        order: Of a merged program: for each kernel, which it was among those of its segments and collectives.
     """
 
     program: Program
@@ -94,6 +95,7 @@ class Lowered:
     keep_step: Callable[[list[Any]], None] | None = None
     variants: Variants[Lowered] | None = None
     tried: tuple[Tried, ...] = ()
+    order: tuple[int, ...] = ()
 
     @property
     def may_vary(self) -> bool:

@@ -14,7 +14,7 @@
    collective's memory, that of a view.
 2. Copy the kernels, names replaced. Kernels that write memory of a collective write parts of it, all but the first:
    others come after that one, from which on the memory is there.
-3. After a segment put the collectives that begin then.
+3. After a segment put the collectives that begin then; some later (``pacing.py``).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from millstream._torch.distributed.collectives import Exchange
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
+from millstream.lower.pacing import Travel, pace
 from millstream.lower.segments import Segment, Segments
 from millstream.program import Call, Layout, Program, Value, View
 
@@ -36,7 +37,9 @@ COMMUNICATOR = "communicator"
 """The buffer without bytes that keeps collectives in order."""
 
 
-def merge(name: str, segments: Segments, programs: Sequence[Program | None], exchanges: Sequence[Exchange]) -> Program:
+def merge(
+    name: str, segments: Segments, programs: Sequence[Program | None], exchanges: Sequence[Exchange]
+) -> tuple[Program, tuple[int, ...]]:
     """Make one program of a graph that was cut.
 
     Args:
@@ -44,6 +47,9 @@ def merge(name: str, segments: Segments, programs: Sequence[Program | None], exc
         segments: Where it was cut.
         programs: One a segment; ``None`` where it has nothing to compute.
         exchanges: The collectives, as ``segments.keys`` count them.
+
+    Returns:
+        The program, and for each of its kernels which it was among those of the segments and the collectives, in order.
 
     Raises:
         LoweringError: Something crosses in a way that kernels of one program cannot use.
@@ -82,8 +88,10 @@ class _Merger:
         self._values: dict[int, str] = {}  # place in the segments' list of values -> name
         self._first_sent: list[int] = []  # of each collective, the place where the first of its values goes
         self._inputs: list[str | None] = [None] * segments.num_inputs
+        self._copies: dict[int, int] = {}  # of collectives, positions of the kernels that copy their values
+        self._travels: list[Travel] = []
 
-    def run(self, programs: Sequence[Program | None]) -> Program:
+    def run(self, programs: Sequence[Program | None]) -> tuple[Program, tuple[int, ...]]:
         self._add_memories()
         for segment, program in zip(self._segments.segments, programs, strict=True):
             self._add_inputs(segment, program)
@@ -180,6 +188,7 @@ class _Merger:
             writes=(memory,),
             num_bytes=2 * whole.buffers[memory].num_bytes,
         )
+        self._copies[collective] = len(whole.kernels)
         whole.add(kernel, Call(torch._foreach_copy_, (views, list(map(Value, sources))), {}))
 
     def _add_collective(self, collective: int) -> None:
@@ -195,9 +204,11 @@ class _Merger:
             num_bytes=2 * buffer.num_bytes,
             ops=(exchange.operation,),
         )
+        travel = Travel(len(self._whole.kernels), memory, self._copies.get(collective), exchange.is_paced)
+        self._travels.append(travel)
         self._whole.add(kernel, Call(exchange.perform, (Value(memory),), {}))
 
-    def _finish(self) -> Program:
+    def _finish(self) -> tuple[Program, tuple[int, ...]]:
         whole = self._whole
         outputs = [Value(self._output(item)) if is_place else item for is_place, item in self._segments.outputs]
         returned = tuple(whole.base(item.name) for item in outputs if isinstance(item, Value))
@@ -205,18 +216,19 @@ class _Merger:
         bare = KernelGraph(self._name, (), tuple(whole.buffers.values()))
         owners = {bare.storage(name) for name in returned}
         buffers = tuple(_with_role(buffer, owners) for buffer in bare.buffers)
+        kernels, order = pace(whole.kernels, self._travels, bare.storage)
         others = (buffer.id for buffer in buffers if buffer.role is Role.STATE and buffer.id not in inputs)
         graph = KernelGraph(
             name=self._name,
-            kernels=tuple(whole.kernels),
+            kernels=tuple(kernels),
             buffers=buffers,
             inputs=(*(name for name in inputs if name is not None), *others),
             outputs=returned,
         )
         written = {graph.storage(name) for kernel in graph.kernels for name in kernel.writes}
-        return Program(
+        program = Program(
             graph=graph,
-            calls=tuple(whole.calls),
+            calls=tuple(whole.calls[position] for position in order),
             inputs=inputs,
             outputs=tuple(outputs),
             views=whole.views,
@@ -226,6 +238,7 @@ class _Merger:
             aligned=frozenset(whole.aligned),
             tensors=whole.tensors,
         )
+        return program, order
 
     def _output(self, place: int) -> str:
         if place not in self._values:  # an input that no kernel reads

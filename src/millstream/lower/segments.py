@@ -127,6 +127,7 @@ class _Cutter:
         self._crossing: dict[fx.Node, int] = {}
         self._results: set[int] = set()
         self._max_cuts = max_cuts
+        self._paced = {node for node in self._collectives if exchange_of(node.args[1]).is_paced}
         self._before = _users_of_memory_before(self._collectives)
         self._after = {before: node for node, before in self._before.items()}
 
@@ -214,9 +215,10 @@ class _Cutter:
     def _is_brought(self, node: fx.Node) -> bool:
         """Whether its values are copied to a collective after a segment, instead of written there by its kernels.
 
-        Such are inputs of the graph as they are, and what would overwrite results of an earlier collective.
+        Such are inputs of the graph as they are, and what would overwrite results of an earlier collective. And what
+        is to travel no earlier than needed: kernels would have its memory from the start.
         """
-        return node in self._before or all(value in self._place for value in _values(node))
+        return node in self._before or node in self._paced or all(value in self._place for value in _values(node))
 
     def _depends_on(self) -> dict[fx.Node, set[fx.Node]]:
         """Collectives whose results each node needs, directly or by way of others."""
@@ -245,7 +247,7 @@ class _Cutter:
                 if at == AT_START or is_dependent or (filled >= share * taken and taken < self._max_cuts):
                     at, taken = at + 1, taken + 1
                 filled += sizes[node]
-            elif is_dependent:
+            elif is_dependent or (at == AT_START and not all(value in self._place for value in _values(node))):
                 at += 1
             starts[node] = at
         return starts

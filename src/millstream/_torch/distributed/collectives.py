@@ -34,6 +34,7 @@ class Exchange(Protocol):
         label: What it is, for people.
         operation: What is done, by the name of the function that does it.
         is_divided: Whether each process gets another part of the result.
+        is_paced: Whether it is to begin no earlier than what comes before its use needs.
         memory: What it reads and writes; others may use it before and after.
         held: Sees that the memory is there.
         sent: Parts of the memory where it has its values.
@@ -45,6 +46,7 @@ class Exchange(Protocol):
     held: Memory
     sent: list[Tensor]
     views: list[Tensor]
+    is_paced: bool
 
     @property
     def operation(self) -> str: ...

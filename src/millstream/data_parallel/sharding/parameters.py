@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,7 +50,7 @@ from millstream._torch.saved_tensors import SavedTensors
 from millstream._torch.tensors import FakeTensor, storage_id
 from millstream.data_parallel.agreement import agreement_of
 from millstream.data_parallel.buckets import Bucket
-from millstream.data_parallel.exchange import Exchange, gather_over, scatter_over
+from millstream.data_parallel.exchange import Exchange, Sent, gather_over, scatter_over
 from millstream.data_parallel.sharding.layout import Layout, lay_out
 from millstream.data_parallel.sharding.norms import Norms
 from millstream.errors import DataParallelError
@@ -113,7 +114,7 @@ class Unit:
         if time not in self._gathers:
             self._gathers[time] = self._make_gather(dtype, time)
         layout, exchange = self._gathers[time]
-        values = [each.detach().to(dtype).reshape(-1) for each in shards if each.numel()]
+        values = [each.detach().to(dtype) for each in shards if each.numel()]
         values = values or [torch.zeros(1, dtype=dtype, device=self.device)]
         (memory,) = self._perform(exchange, values)
         chunks = memory.view(self.size, layout.chunk)
@@ -126,8 +127,8 @@ class Unit:
     def _make_gather(self, dtype: torch.dtype, time: int) -> tuple[Layout, Exchange]:
         layout = lay_out([each.shape for each in self.parameters], dtype.itemsize, self.size)
         start = self.rank * layout.chunk
-        firsts = [(start + rows.offset, rows.rows_of(self.rank)[0] * rows.row) for rows in layout.rows]
-        sent: list[int | slice] = [slice(first, first + length) for first, length in firsts if length]
+        own = [(start + rows.offset, rows.rows_of(self.rank)) for rows in layout.rows]
+        sent: list[Sent] = [(slice(first, first + prod(shape)), shape) for first, shape in own if prod(shape)]
         again = f", time {time + 1}" if time else ""
         exchange = self._exchange(
             layout,
@@ -136,7 +137,7 @@ class Unit:
             gather_over,
             f"parameters of {self.name}{again}",
             sent or [slice(start, start + 1)],
-            is_first=True,
+            is_paced=True,
         )
         return layout, exchange
 
@@ -192,14 +193,24 @@ class Unit:
         offsets: Sequence[int],
         over: Callable[..., Any],
         label: str,
-        sent: Sequence[int | slice],
+        sent: Sequence[Sent],
         *,
-        is_first: bool = False,
+        is_paced: bool = False,
     ) -> Exchange:
         assert self.group is not None
         bucket = Bucket(tuple(range(len(like))), tuple(offsets), self.size * layout.chunk)
-        how: dict[str, Any] = {"device": self.device, "agreement": self._agreement, "is_first": is_first, "sent": sent}
-        return Exchange(bucket, like, self.group, over, label, **how)
+        return Exchange(
+            bucket,
+            like,
+            self.group,
+            over,
+            label,
+            device=self.device,
+            agreement=self._agreement,
+            is_first=is_paced,  # so that processes agree before each gather
+            is_paced=is_paced,
+            sent=sent,
+        )
 
 
 _units: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
@@ -239,6 +250,7 @@ class ShardedRun:
         self._times: Counter[tuple[str, Unit]] = Counter()
         self._open: list[tuple[nn.Module, list[tuple[ShardedParameter, Tensor]], SavedTensors | None]] = []
         self._again: dict[Unit, list[Tensor]] = {}  # whole parameters within a backward pass
+        self._wanted: list[tuple[Unit, object]] = []  # what one will ask for, with its forward pass
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather a module's parameters, and have it compute with them."""
@@ -301,6 +313,7 @@ class ShardedRun:
         while self._open:
             self._close_last()
         self._again.clear()
+        self._wanted.clear()
         for module in [module for module, run in _runs.items() if run is self]:
             del _runs[module]
 
@@ -366,18 +379,19 @@ class ShardedRun:
     def _save_none_of(self, unit: Unit, wholes: Sequence[Tensor]) -> SavedTensors:
         """Have autograd save no whole parameter from here on, but how to get it again."""
         index_of = {storage_id(whole): index for index, whole in enumerate(wholes)}
+        this = unit, object()
 
         def pack(tensor: Tensor) -> Any:
             index = index_of.get(storage_id(tensor))
             if index is None:
                 return None
-            whole = wholes[index]
-            return index, tuple(tensor.shape), tensor.stride(), tensor.storage_offset() - whole.storage_offset()
+            if this not in self._wanted:
+                self._wanted.append(this)
+            return index, tuple(tensor.shape), tensor.stride(), tensor.storage_offset() - wholes[index].storage_offset()
 
         def unpack(packed: Any) -> Tensor:
             index, shape, strides, offset = packed
-            with torch.no_grad():
-                whole = self.gather(unit, [self._rows(each.tensor) for each in unit.parameters])[index]
+            whole = self._gather_again(this)[index]
             if shape == whole.shape and strides == whole.stride():
                 return whole
             if whole.dim() == 2 and shape == whole.t().shape and strides == whole.t().stride():
@@ -385,6 +399,21 @@ class ShardedRun:
             return whole.as_strided(shape, strides, whole.storage_offset() + offset)
 
         return SavedTensors(pack, unpack)
+
+    def _gather_again(self, wanted: tuple[Unit, object]) -> list[Tensor]:
+        """Whole parameters in a backward pass; those that it will ask for next travel meanwhile."""
+        unit, _ = wanted
+        ahead: list[Unit] = []
+        if wanted in self._wanted:
+            position = self._wanted.index(wanted)
+            ahead = [each for each, _ in self._wanted[:position][-1:]]
+            del self._wanted[position:]
+        with torch.no_grad():
+            wholes, *_ = [
+                self.gather(each, [self._rows(parameter.tensor) for parameter in each.parameters])
+                for each in [unit, *ahead]
+            ]
+        return wholes
 
 
 class _Gather(torch.autograd.Function):

@@ -53,10 +53,10 @@ def merge_lowered(segments: Segments, executables: Sequence[Engine | None], exch
     lowered = [None if executable is None else executable.lowered for executable in executables]
     some = next(each for each in lowered if each is not None)
     name = some.program.graph.name.rpartition(".")[0]
-    program = merge(name, segments, [None if each is None else each.program for each in lowered], exchanges)
+    program, order = merge(name, segments, [None if each is None else each.program for each in lowered], exchanges)
     visible = frozenset(range(len(program.outputs)))
     seconds = sum(each.seconds for each in lowered if each is not None)
-    return Lowered(program, Phase.STEP, visible, seconds)
+    return Lowered(program, Phase.STEP, visible, seconds, order=order)
 
 
 def digest_of(exchanges: Sequence[Any], given: Sequence[Any]) -> int:
@@ -72,13 +72,14 @@ def digest_of(exchanges: Sequence[Any], given: Sequence[Any]) -> int:
 def costs_of(lowered: Lowered, segments: Segments, executables: Sequence[Engine | None]) -> Costs:
     """What each segment was measured to cost, and a calculation for what came in between."""
     calculated = Roofline().estimate(lowered.program.graph)
+    place_of = {position: place for place, position in enumerate(lowered.order)}
     kernels: list[KernelCost] = list(calculated.kernels)
     position = 0
     for segment, executable in zip(segments.segments, executables, strict=True):
         if executable is not None:
             number = executable.num_kernels
-            if executable.costs is not None:
-                kernels[position : position + number] = executable.costs.kernels
+            for index, cost in enumerate(() if executable.costs is None else executable.costs.kernels):
+                kernels[place_of[position + index]] = cost
             position += number
         position += len(segment.brings) + len(segment.starts)
     return replace(calculated, kernels=tuple(kernels))
