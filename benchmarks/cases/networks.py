@@ -228,7 +228,8 @@ class Gpt2(Transformer):
         self, layers: int = 12, width: int = 768, heads: int = 12, vocab: int = 50304, length: int = 1024
     ) -> None:
         super().__init__(layers, width, heads, vocab, length)  # 50257 tokens, padded to a multiple of 64 as is usual
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        for embedding in (self.tokens, self.positions):  # of one size, or results would hardly depend on the tokens
+            nn.init.normal_(embedding.weight, std=0.02)
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.tokens.weight
 

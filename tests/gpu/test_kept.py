@@ -1,5 +1,7 @@
 """Programs on disk, on a GPU: what is found has the kernels and the bits of what was lowered."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import millstream as ms
 import millstream.lower.compile as compiling
 from millstream import api
+from tests.processes import output_of
 
 pytestmark = pytest.mark.gpu
 
@@ -67,3 +70,45 @@ def test_step_is_found(monkeypatch):
     first = run()
     monkeypatch.setattr(compiling, "compile_fx", refuse)
     assert run() == first
+
+
+TRAVELLING = """
+import torch
+import millstream as ms
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+
+@ms.step(strict=True)
+def train(x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+def take_steps():
+    print([train(torch.ones(32, 64, device="cuda")).item() for _ in range(4)])
+"""
+
+
+def test_what_travels_is_not_compiled_again(tmp_path, monkeypatch):
+    """Triton's cache gets nothing new; the process after that finds kernels without asking Triton."""
+    file = str(tmp_path / "run.msc")
+
+    def run(machine, program):
+        monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / machine / "own"))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / machine / "inductor"))
+        return output_of(TRAVELLING + program).strip()
+
+    def kernels():
+        return sorted(path.name for path in Path(tmp_path / "here" / "inductor" / "triton").glob("*/*/*.cubin"))
+
+    expected = run("there", f"take_steps()\nassert ms.save_programs({file!r})")
+    run("here", f"assert ms.load_programs({file!r})")
+    imported = kernels()
+    assert run("here", "take_steps()") == expected
+    assert kernels() == imported
+    assert imported
+    assert run("here", "take_steps()") == expected

@@ -151,7 +151,7 @@ def test_another_program_is_missed(folder, changed):
 
 @pytest.fixture(params=["source", "version", "variable", "switch", "precision", "newer", "threads", "workaround"])
 def another_world(request, monkeypatch):
-    key._machine.cache_clear()
+    key._describe_host.cache_clear()
     threads = torch.get_num_threads()
     if request.param == "source":
         monkeypatch.setattr(key, "sources_digest", lambda: "of another line")
@@ -173,7 +173,7 @@ def another_world(request, monkeypatch):
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
     torch.set_num_threads(threads)
-    key._machine.cache_clear()
+    key._describe_host.cache_clear()
 
 
 def test_another_world_is_missed(folder, another_world):

@@ -6,6 +6,7 @@ from millstream.api.environment import version_report
 from millstream.api.explaining import exchanges, executables, explain, is_compiled
 from millstream.api.precompiling import precompile
 from millstream.api.profiling import Profile, profile, trace_syncs
+from millstream.api.programs import load_programs, save_programs
 from millstream.api.stepping import step
 from millstream.capture.step.islands import eager_region
 from millstream.data import feed
@@ -23,8 +24,10 @@ __all__ = [
     "feed",
     "full_state_dict",
     "is_compiled",
+    "load_programs",
     "precompile",
     "profile",
+    "save_programs",
     "step",
     "trace_syncs",
     "version_report",

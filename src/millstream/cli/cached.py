@@ -1,13 +1,18 @@
-"""The commands ``cache`` and ``warm``: what lies in the cache, and filling it by running a script."""
+"""The commands ``cache`` and ``warm``: what lies in the cache, filling it by running a script, and taking it along."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from millstream.cache import CachedFile, cache_folder, limit_bytes, list_files, parse_bytes, trim
 from millstream.cli.running import run_script
 from millstream.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from millstream.lower.kept.bundle import Taken
 
 
 def show_cache(*, limit: str | None, clear: bool) -> int:
@@ -54,6 +59,66 @@ def warm(target: str, arguments: list[str], *, as_module: bool) -> int:
     size = _size(sum(file.num_bytes for file in new))
     print(f"millstream: {programs} new programs, {len(new)} new files, {size}, in {cache_folder()}", file=sys.stderr)
     return code
+
+
+def export(path: Path, target: str, arguments: list[str], *, as_module: bool, key: Path | None) -> int:
+    """Run a script to its end or until Ctrl-C, and write what it has compiled into a file.
+
+    Returns:
+        The script's exit code.
+
+    Raises:
+        ArgumentError: It has compiled nothing, or a file cannot be read or written.
+    """
+    secret = _secret(key)
+    code = run_script(target, arguments, as_module=as_module)
+    from millstream.lower.kept import bundle
+
+    try:
+        taken = bundle.save(path, secret)
+    except OSError as error:
+        raise ArgumentError(f"cannot write {path}: {error.strerror}") from error
+    _say(taken, path)
+    return code
+
+
+def take_in(path: Path, key: Path | None) -> int:
+    """Put the programs of a file into the cache, and return the exit code.
+
+    Raises:
+        ArgumentError: It cannot be used, or a file cannot be read.
+    """
+    from millstream.lower.kept import bundle
+
+    secret = _secret(key)
+    try:
+        taken = bundle.load(path, secret)
+    except OSError as error:
+        raise ArgumentError(f"cannot read {path}: {error.strerror}") from error
+    _say(taken, cache_folder())
+    return 0
+
+
+def _say(taken: Taken, where: Path) -> None:
+    size = _size(taken.num_bytes)
+    print(f"millstream: {taken.programs} programs, {taken.files} files, {size}, in {where}", file=sys.stderr)
+
+
+def _secret(path: Path | None) -> bytes | None:
+    """What a file with a key holds.
+
+    Raises:
+        ArgumentError: It cannot be read, or is empty.
+    """
+    if path is None:
+        return None
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ArgumentError(f"cannot read {path}: {error.strerror}") from error
+    if not secret:
+        raise ArgumentError(f"{path} is empty; a key has at least one byte.")
+    return secret
 
 
 def _size(num_bytes: int) -> str:

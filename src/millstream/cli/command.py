@@ -13,7 +13,7 @@ from millstream.errors import ArgumentError
 SCRIPT_COMMANDS = ("profile", "syncs", "warm", "simulate")
 """Options, a script, and all that follows is the script's own."""
 
-WITH_VALUE = ("--save", "--fail-if", "--devices", "--network", "--per-host", "--fit", "--mode")
+WITH_VALUE = ("--save", "--fail-if", "--devices", "--network", "--per-host", "--fit", "--mode", "--key")
 MOST_DEVICES = 1 << 20
 
 
@@ -38,8 +38,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    if argv and argv[0] in SCRIPT_COMMANDS:
-        end = _end_of_options(argv)
+    is_export = argv[:2] == ["cache", "export"]
+    if is_export or (argv and argv[0] in SCRIPT_COMMANDS):
+        end = _end_of_options(argv, _end_of_options(argv, 2) + 1) if is_export else _end_of_options(argv, 1)
         own = argparse.Namespace(target=argv[end] if end < len(argv) else "", arguments=argv[end + 1 :])
     else:  # a script's own arguments stand last; argparse would end their list at the first option before them
         end = argv.index("--") if "--" in argv else len(argv)
@@ -47,9 +48,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return make_parser().parse_args(argv[:end], own)
 
 
-def _end_of_options(argv: list[str]) -> int:
-    """Position of the script: the first argument that is neither one of our options nor an option's value."""
-    position = 1
+def _end_of_options(argv: list[str], position: int) -> int:
+    """Position of the next argument that is neither one of our options nor an option's value: the script, or a file."""
     while position < len(argv):
         if argv[position] == "--":
             return position + 1
@@ -226,12 +226,32 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     cache = commands.add_parser(
         "cache",
-        help="show what lies in the cache, limit it, or clear it",
+        help="show what lies in the cache, limit or clear it, take programs to other machines",
         description="Show what lies in the cache: programs, choices, measurements, native parts.",
     )
     cache.set_defaults(run=_cache)
     cache.add_argument("--limit", metavar="BYTES", help="so much may stay, as in 500M; what is unused for longest goes")
     cache.add_argument("--clear", action="store_true", help="remove all of it")
+    files = cache.add_subparsers(metavar="export|import")
+    export = files.add_parser(
+        "export",
+        help="run a script, and write what it compiles into a file",
+        description="Run a script to its end or until Ctrl-C, and write the programs that it has compiled or found, "
+        "with their machine code, into FILE. All that follows SCRIPT is the script's own.",
+    )
+    export.usage = "%(prog)s [-h] [-m] [--key KEYFILE] FILE SCRIPT.py [ARG ...]"
+    export.set_defaults(run=_export)
+    export.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
+    take = files.add_parser(
+        "import",
+        help="take in such a file, so that nothing in it is compiled here",
+        description="Put the programs of FILE into the cache. It holds code that is run: take in only what you would "
+        "install a package from.",
+    )
+    take.set_defaults(run=_import)
+    for parser in (export, take):
+        parser.add_argument("--key", metavar="KEYFILE", type=Path, help="a file with a secret that signs FILE")
+        parser.add_argument("file", metavar="FILE", type=Path, help="as run.msc")
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -292,6 +312,22 @@ def _cache(arguments: argparse.Namespace) -> int:
     from millstream.cli.cached import show_cache
 
     return show_cache(limit=arguments.limit, clear=arguments.clear)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from millstream.cli.cached import export
+
+    if not arguments.target:
+        raise ArgumentError("say which script to run: millstream cache export run.msc script.py [ARG ...]")
+    return export(
+        arguments.file, arguments.target, arguments.arguments, as_module=arguments.as_module, key=arguments.key
+    )
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from millstream.cli.cached import take_in
+
+    return take_in(arguments.file, arguments.key)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

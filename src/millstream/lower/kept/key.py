@@ -118,10 +118,18 @@ def describe_settings(options: Mapping[str, Any]) -> Iterable[str]:
     yield _text({name: os.environ[name] for name in sorted(os.environ) if _counts(name)})
     yield _text(sorted(left_out()))
     yield present().text
-    yield _machine()
+    yield _text(describe_machine())
     if torch.cuda.is_available():
         yield _text(torch.cuda.current_device())
-        yield _text({_device(torch.cuda.get_device_properties(each)) for each in range(torch.cuda.device_count())})
+
+
+def describe_machine() -> dict[str, str]:
+    """Versions, the processor, the GPUs, and the sources of this package, by what a message calls them."""
+    found = dict(_describe_host())
+    if torch.cuda.is_available():
+        devices = (torch.cuda.get_device_properties(each) for each in range(torch.cuda.device_count()))
+        found["GPUs"] = "; ".join(sorted(set(map(_device, devices))))
+    return found
 
 
 def _device(found: Any) -> str:
@@ -134,12 +142,17 @@ def _counts(name: str) -> bool:
 
 
 @functools.cache
-def _machine() -> str:
-    """Versions, the processor, and the sources of this package."""
-    found = {**versions(), "git": str(torch.version.git_version), "cudnn": str(torch.backends.cudnn.version())}
-    found["machine"] = f"{platform.python_version()} {platform.platform()} {_processor()} {os.cpu_count()}"
-    found["sources"] = sources_digest()
-    return _text(found)
+def _describe_host() -> dict[str, str]:
+    return {
+        **versions(),
+        "git": str(torch.version.git_version),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "number of processors": str(os.cpu_count()),
+        "millstream": sources_digest(),
+    }
 
 
 def _processor() -> str:

@@ -34,6 +34,7 @@ from millstream._torch.switches import SwitchSettings, present
 from millstream.cache import cache_folder, file_lock, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
 from millstream.lower.inductor.fx_wrapper import SOURCES, GeneratedKernel, Sources
+from millstream.lower.kept import used
 from millstream.lower.kept.encoding import Decoder, Encoder
 from millstream.lower.kept.key import NotKept, describe_graph, describe_settings
 from millstream.lower.kept.tuners import encode_tuners, offer_tuners
@@ -158,12 +159,14 @@ class Record:
             if any(name in program.constants for kernel in program.graph.kernels for name in kernel.writes):
                 raise NotKept("it writes a constant")
             sources: Sources = wrapper.meta[SOURCES]
+            tuners = {kernel.tuner: kernel.definition for kernel in kernels if kernel.tuner is not None}
+            used.note_tuners(tuners)
             content = {
                 "program": encoder.encode(
                     _with_lines(program, lambda kernel: places.get((kernel.source, kernel.module), NO_LINE))
                 ),
                 "sources": [sources.prologue, sources.imported, sources.files, sources.cpp],
-                "tuners": encode_tuners({kernel.tuner: kernel.definition for kernel in kernels}.items()),
+                "tuners": encode_tuners(tuners.items()),
                 "strides": encoder.encode(strides),
                 "symbols": list(self.symbols),
                 "guards": guards_of(self.symbols) if self.symbols else "",
@@ -223,7 +226,10 @@ def _load(
         if content is None:
             continue
         try:
+            is_bare = content.get("tuners") == []
             if (found := _found_in(content, lines, attributes, symbols)) is not None:
+                if is_bare and content["tuners"]:  # it came without them from another machine
+                    _write(digest, content, variant)
                 return found
         except Exception as error:  # noqa: BLE001  whatever is wrong with it: lowering again is always possible
             LOGGER.debug("a program on disk cannot be used: %s: %s", type(error).__name__, error)
@@ -246,10 +252,11 @@ def _found_in(
     offer_tuners(content["tuners"])
     prologue, imported, files, cpp = content["sources"]
     kernels = Sources(prologue, tuple(map(tuple, imported)), tuple(map(tuple, files)), tuple(map(tuple, cpp)))
-    functions = {
-        name: GeneratedKernel(name, compiled, body, ()).function for name, (compiled, body) in kernels.load().items()
-    }
-    decoder = Decoder(functions, attributes, symbols)
+    loaded = [GeneratedKernel(name, compiled, body, ()) for name, (compiled, body) in kernels.load().items()]
+    tuners = {kernel.tuner: kernel.definition for kernel in loaded if kernel.tuner is not None}
+    used.note_tuners(tuners)
+    content["tuners"] = content["tuners"] or encode_tuners(tuners.items())
+    decoder = Decoder({kernel.__name__: kernel.function for kernel in loaded}, attributes, symbols)
     program: Program = decoder.decode(content["program"])
     program = _with_lines(program, lambda kernel: lines[int(kernel.source)] if kernel.source else NO_LINE)
     return Found(program, decoder.decode(content["strides"]))
@@ -260,13 +267,29 @@ def _path(digest: str, variant: int) -> Path:
 
 
 def _write(digest: str, content: Any, variant: int = 0) -> None:
-    data = zlib.compress(json.dumps(content).encode(), 1)
-    write_private(_path(digest, variant), hashlib.sha256(data).digest() + data)
+    path = _path(digest, variant)
+    write_private(path, write_content(content))
+    used.note_program(path)
     trim(limit_bytes())
 
 
 def _read(digest: str, variant: int) -> Any:
-    found = read_private(_path(digest, variant))
+    path = _path(digest, variant)
+    content = read_content(path)
+    if content is not None:
+        used.note_program(path)
+    return content
+
+
+def write_content(content: Any) -> bytes:
+    """What a file of a program holds."""
+    data = zlib.compress(json.dumps(content).encode(), 1)
+    return hashlib.sha256(data).digest() + data
+
+
+def read_content(path: Path) -> Any:
+    """Read a program's file; ``None`` where it is not there, is damaged, or others can write it."""
+    found = read_private(path)
     if found is None or hashlib.sha256(found[32:]).digest() != found[:32]:
         return None
     with suppress(ValueError, zlib.error):
