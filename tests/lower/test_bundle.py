@@ -1,7 +1,6 @@
 """Programs in a file: taken in by an empty machine, or refused whole."""
 
 import json
-import os
 import shutil
 import zipfile
 from pathlib import Path
