@@ -124,6 +124,23 @@ def test_data_sets_are_not_searched():
     assert names(discover([("step", lambda: data[0])])) == ([], [], [])
 
 
+def test_the_gradient_of_a_tensor_that_the_search_misses_stays():
+    def train(wrap):
+        data = [None] * 2000
+        weight = data[500] = nn.Parameter(torch.ones(2))
+        weight.grad = torch.full((2,), 7.0)
+
+        def step(x):
+            before, data[500].grad = data[500].grad, None
+            (x * data[500]).sum().backward()
+            return data[500].grad + before
+
+        step = wrap(step)
+        return [(step(torch.full((2,), float(number))), weight.grad.clone()) for number in range(3)]
+
+    assert_same(train(lambda step: Step(step, build=interpret, strict=True)), train(lambda step: step))
+
+
 def hide(key, value):
     REGISTRY[key] = value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import string
 import sys
 import types
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 from millstream.capture import Step
-from millstream.capture.state import discover
 from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import interpret
 
@@ -175,30 +173,6 @@ def test_code_is_found_when_it_runs(way, monkeypatch):
     for value in (1.0, 2.0, 3.0):
         monkeypatch.setattr(sys.modules[__name__], "scale", value)
         assert step(torch.ones(1)).item() == value
-
-
-def test_a_collection_may_import_while_modules_are_looked_at(monkeypatch):
-    finds_modules, thresholds, imported = discover.finds_modules, gc.get_threshold(), []
-
-    def import_some(*_):
-        name = f"imported_meanwhile_{len(imported)}"
-        imported.append(name)
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        if len(imported) == 20:
-            gc.callbacks.remove(import_some)
-            gc.set_threshold(*thresholds)
-
-    def look_while_collecting(names):
-        found = finds_modules(names)
-        if found and not imported:
-            gc.callbacks.append(import_some)
-            gc.set_threshold(1)
-        return found
-
-    monkeypatch.setattr(discover, "finds_modules", look_while_collecting)
-    step = Step(WAYS["module of another name"], build=interpret, strict=True)
-    assert step(torch.ones(1)).item() == scale
-    assert len(imported) == 20
 
 
 def beside(x):

@@ -22,15 +22,14 @@ from millstream._torch.tracing import attributes_here, leave_to_python, patched,
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.effects.registry import REGISTERED
 from millstream.capture.lines import is_users, is_users_own, raise_refusal
-from millstream.capture.state.discover import Found
 
 
 @contextmanager
-def outputs_recorded(recorder: Recorder) -> Iterator[Callable[[Found], None]]:
+def outputs_recorded(recorder: Recorder) -> Iterator[Callable[[Any], None]]:
     """For the length of the context ``recorder`` gets what this thread prints, logs and writes.
 
-    Yields a function that takes what the step reaches: from then on what is written to its open files is recorded, too,
-    and ``print`` as a whole if it is named there: guards of other threads' compiled models notice that.
+    Yields a function that takes an open file, or ``print``: from then on what is written to it is recorded, too. To
+    take ``print`` is left to a step that has it, as guards of other threads' compiled models notice that.
     """
     with ExitStack() as patches:
         streams = {id(stream): name for name in ("stderr", "stdout") if (stream := getattr(sys, name)) is not None}
@@ -38,14 +37,14 @@ def outputs_recorded(recorder: Recorder) -> Iterator[Callable[[Found], None]]:
         for name in streams.values():
             patches.enter_context(_stream_recorded(recorder, getattr(sys, name), name))
 
-        def add(found: Found) -> None:
-            if "print" in found.names and id(print) not in known:
+        def add(output: Any) -> None:
+            if id(output) in known:
+                return
+            known.add(id(output))
+            if output is print:
                 patches.enter_context(patched(builtins, "print", _printing(recorder, streams)))
-                known.add(id(print))
-            for file in found.files:
-                if id(file) not in known:
-                    known.add(id(file))
-                    patches.enter_context(_stream_recorded(recorder, file, file))
+            else:
+                patches.enter_context(_stream_recorded(recorder, output, output))
 
         patches.enter_context(_logs_recorded(recorder))
         patches.enter_context(_warnings_recorded(recorder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,8 +52,8 @@ class Recorder:
     """Effects of one trace."""
 
     questions: Questions  # receives what is asked of values
-    # by id, containers that are the user's: they are passed on as they are, not as copies
-    own: Container[int] = frozenset()
+    # whether a container is the user's: it is passed on as it is, not as a copy
+    own: Callable[[Any], bool] = lambda _: False
     # adds the changes of Python objects so far, that a call may look at
     before_call: Callable[[], object] = lambda: None
     program: list[Effect] = field(default_factory=list)  # the effects so far, in order
@@ -263,7 +263,7 @@ def open_structure(
     leaves: list[Any],
     *,
     parameters: bool = False,
-    own: Container[int] = frozenset(),
+    own: Callable[[Any], bool] = lambda _: False,
     opened: Collection[type] = (),
 ) -> Structure:
     """Take a value apart; scalars and text with tokens, whose values are known later, are leaves like tensors.
@@ -272,12 +272,12 @@ def open_structure(
         value: Anything.
         leaves: Receives the tensors, the scalars and the text.
         parameters: Whether parameters shall be leaves, too.
-        own: By id, containers that are not taken apart.
+        own: Whether a container is not taken apart.
         opened: Classes whose objects are taken apart, too.
     """
 
     def place_of(part: Any) -> Structure | None:
-        if id(part) in own:
+        if own(part):
             return Reference(part)
         is_leaf = isinstance(part, Tensor) and (parameters or not isinstance(part, nn.Parameter))
         if is_leaf or is_known_later(part):

@@ -18,9 +18,12 @@ from types import (
     ClassMethodDescriptorType,
     MethodDescriptorType,
     MethodWrapperType,
+    ModuleType,
     WrapperDescriptorType,
 )
 from typing import Any
+
+from torch import Tensor
 
 from millstream.capture.record.reads import (
     CONTAINERS,
@@ -35,6 +38,7 @@ from millstream.capture.record.reads import (
     find_length,
     find_own,
     is_a,
+    own_dict,
 )
 
 _COPYING = frozenset({"__reduce_ex__", "__reduce__", "__getstate__"})
@@ -231,6 +235,25 @@ _FILLING = frozenset(
     """.split()
 )
 """Names of functions in C that change the container that they are given first."""
+
+
+_KNOWN_MODULES = frozenset({"builtins", "math", "_operator", "itertools", "_abc", "time", "_functools", "_thread"})
+"""Of functions in C of which all is known that they change."""
+_PASSING_ON = (functools.partial, functools._lru_cache_wrapper)
+"""Classes of objects in C that change nothing themselves of what they are given."""
+
+
+def find_exposed(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
+    """What a function in C may change of what it is given, where nobody knows; arguments as in ``find_reads``."""
+    module = getattr(function, "__module__", None) or getattr(getattr(function, "__objclass__", None), "__module__", "")
+    is_known = module in _KNOWN_MODULES or str(module).startswith("torch") or is_a(function, _PASSING_ON)
+    if is_known or not arguments or (_is_method(function) and is_a(arguments[0], CONTAINERS)):
+        return
+    for argument in arguments:
+        if is_a(argument, CONTAINERS):
+            yield from (each for each in find_contents(argument, DEPTH) if not is_a(each[0], tuple | frozenset))
+        elif (held := own_dict(argument)) is not None and not is_a(argument, (Tensor, ModuleType)):
+            yield held, Kind.CONTENTS, None, (*dict.keys(held), *dict.values(held)), argument
 
 
 def find_stored(owner: Any, name: str) -> Iterator[Found]:

@@ -41,6 +41,23 @@ def location_of(read: Read, record: Recorder) -> Location | None:
     return Location(items_of(holder), read.key, name)
 
 
+def places_of(held: Any, record: Recorder) -> set[Location | None]:
+    """Where the step has found an object that was there before; ``None`` is among them for what is no place."""
+    found: set[Location | None] = set()
+    for read in record.reads:
+        holder = read.holder
+        if not any(each is held for each in read.held()) or not record.was_before(read):
+            continue
+        if read.kind in PLACES:
+            found.add(location_of(read, record))
+        elif isinstance(holder, dict | list):
+            name, entries = path_of(read, record), dict.items(holder) if isinstance(holder, dict) else enumerate(holder)
+            found |= {Location(items_of(holder), key, name) for key, value in entries if value is held}
+        else:
+            found.add(None)
+    return found
+
+
 def items_of(holder: Any) -> Any:
     """A dict of a class of the user's is looked into past its methods."""
     has_own_methods = isinstance(holder, dict) and type(holder).__module__ not in ("builtins", "collections")

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from io import IOBase
+from itertools import chain, repeat
 from types import CellType, CodeType, FrameType, FunctionType, MappingProxyType, MethodType, WrapperDescriptorType
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ from millstream.capture.record.natives import (
     NATIVE,
     SPECIAL,
     asks_iterators,
+    find_exposed,
     find_got,
     find_of_callable,
     find_reads,
@@ -57,6 +59,7 @@ from millstream.capture.record.reads import (
     IS_HEAP_TYPE,
     MISSING,
     SHOWING,
+    WHOLE,
     Found,
     Kind,
     Read,
@@ -94,6 +97,12 @@ class Watch(Protocol):
     def writes(self, write: Write) -> None:
         """Something that seems to have been there before is about to be written, for the first time."""
 
+    def exposes(self, read: Read) -> None:
+        """Something that seems to have been there before may be about to be written by what nobody sees, in C."""
+
+    def meets(self, read: Read) -> None:
+        """Something was found, or is about to be used, of a kind whose calls the watch wants to know before."""
+
     def asks(self, source: Any, read: Read | None) -> None:
         """The user's code is about to ask an iterator that was there before; and what has led to that."""
 
@@ -107,13 +116,17 @@ class Recorder:
     Args:
         is_followed: Whether code in a file counts.
         roots: The function that will run, and its arguments: there before.
+        wanted: Classes of objects that the watch is told it ``meets``.
 
     Attributes:
         watch: Told of code that runs and of what it does; may be set later.
         given: By id, the containers and objects that the arguments consist of.
     """
 
-    def __init__(self, is_followed: Callable[[str], bool], roots: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, is_followed: Callable[[str], bool], roots: Iterable[Any] = (), wanted: tuple[type, ...] = ()
+    ) -> None:
+        self._wanted = wanted
         self._is_followed, self._starts_threads = is_followed, False
         self._session = Session(self._see, self._follows, self._begins)
         self._new: set[int] = set()  # by id, objects that the step has made, and that the collector knows
@@ -122,6 +135,7 @@ class Recorder:
         self.given: frozenset[int] = frozenset()
         self.watch: Watch | None = None
         self._refusal: Exception | None = None
+        self._error: Exception | None = None  # of this code
         self._reads: dict[tuple[Any, ...], Read] = {}
         self._writes: dict[tuple[Any, ...], Write] = {}
         self._in_classes: dict[tuple[int, str], tuple[type, Any]] = {}  # what was looked up, by id and name
@@ -129,10 +143,13 @@ class Recorder:
         self._filled: dict[int, Any] = {}  # by id, containers that the step has written
         self._looked_into: set[int] = set()  # by id, containers of which something was read
         self._written_into: set[int] = set()  # likewise, of which some item was written
-        self._dicts: list[tuple[Any, Any]] = []  # of objects, some of which are made only now, and behind views; whose
+        # by id, those of objects, some of which are made only now, and behind views; whose
+        self._dicts: dict[int, list[tuple[Any, Any]]] = {}
         self._plain: set[tuple[Any, ...]] = set()  # where something else was put than stand-ins for numbers
         self._origins: dict[int, Read] = {}  # by id, what led to an object first
         self._fleeting: dict[str, tuple[CodeType, int]] = {}  # where
+        self._exposed: dict[int, Any] = {}  # by id, what something in C may have changed
+        self._is_recording = False
         self._frame: FrameType
         self._argument: Any = None
         self._at: tuple[CodeType, int] = (self.__init__.__code__, 0)  # type: ignore[misc]
@@ -168,7 +185,8 @@ class Recorder:
     @property
     def failure(self) -> str:
         """Why not all was recorded; empty if it was."""
-        return self._session.failure
+        error = self._error
+        return self._session.failure or ("" if error is None else f"it failed ({type(error).__name__}: {error})")
 
     def restore(self, reads: Iterable[Read], writes: Iterable[Write], codes: Iterable[CodeType]) -> None:
         """Take what another process has read and written, of objects of this one, for what was recorded."""
@@ -229,12 +247,13 @@ class Recorder:
         if self.failure:
             yield
             return
-        is_whole = False
+        is_whole, self._is_recording = False, True
         try:
             with _ids_of_new() as (self._new, self._has_made), self._session:
                 yield
             is_whole = True
         finally:
+            self._is_recording = False
             self._settle() if is_whole else self._forget()
 
     def paused(self) -> AbstractContextManager[None]:
@@ -245,12 +264,13 @@ class Recorder:
         for each in (self._reads, self._writes, self._origins, self._roots, self._dicts, self._in_classes):
             each.clear()
         self._filled.clear()
+        self._exposed.clear()
 
     def _settle(self) -> None:
         """Let go of what the step has made, and of what only leads there: nobody else may hold it any more."""
         for each in self._roots:
             self._add_before(each)
-        for held, owner in self._dicts:
+        for held, owner in chain.from_iterable(self._dicts.values()):
             if self._is_before(owner):
                 self._before.add(id(held))
         reads: dict[tuple[Any, ...], Read] = {}
@@ -264,6 +284,7 @@ class Recorder:
         self._origins = {at: read for at, read in self._origins.items() if id(read) in kept}
         for each in (self._roots, self._dicts, self._in_classes, self._touched, self._filled, self._new, self._before):
             each.clear()
+        self._exposed.clear()
 
     def _follows(self, code: CodeType) -> bool:
         self._starts_threads |= code is threading.Thread.start.__code__
@@ -281,11 +302,13 @@ class Recorder:
         self._at, self._frame, self._argument, self._refusal = (code, unit), frame, site.argument, None
         for each in operands:
             if type(each) in SHOWING:
-                self._dicts.append((behind(each), each))
+                self._belongs(behind(each), each)
         try:
             if self.watch is not None and self.watch.is_asked:
                 self._tell(self.watch.happens, operands)
             getattr(self, f"_{site.action}")(*operands)
+        except Exception as error:  # noqa: BLE001  of ours: what goes on unseen could not be undone
+            self._error = self._refusal = error
         finally:
             self._frame = None  # type: ignore[assignment]  which would keep what is in it
         return self._refusal
@@ -303,8 +326,15 @@ class Recorder:
         except Exception as error:  # noqa: BLE001  whatever it is
             self._refusal = self._refusal or error
 
+    def _belongs(self, held: Any, owner: Any) -> None:
+        self._dicts.setdefault(id(held), []).append((held, owner))
+
+    def was_before(self, record: Read) -> bool:
+        """Whether what was read or written seems to have been there before; after the recording, it has."""
+        return not self._is_recording or self.seems_before(_owner_of(record))
+
     def _was_before(self, record: Read) -> bool:
-        return self._is_before(record.holder if is_a(record.owner, str) else record.owner)
+        return self._is_before(_owner_of(record))
 
     def _is_before(self, owner: Any) -> bool:
         if id(owner) in self._before:  # which the collector may not know, or only since, as dicts with plain values
@@ -341,8 +371,24 @@ class Recorder:
                 continue
             if not (place in self._writes or place in self._touched or id(holder) in self._filled):
                 self._reads[place] = read = Read(holder, kind, key, value, owner, *self._at)
-                for each in value if kind is Kind.CONTENTS else (holder, value):
-                    self._origins.setdefault(id(each), read)
+                held = value if kind is Kind.CONTENTS else (holder, value)
+                for each in held:
+                    self._add_origin(each, read)
+                if kind is Kind.CONTENTS and is_a(holder, _CHANGED_IN_C):
+                    self._expose(read)
+                if self.watch is not None and any(map(issubclass, map(type, held), repeat(self._wanted))):
+                    self._tell(self.watch.meets, read)
+
+    def _add_origin(self, value: Any, read: Read) -> None:
+        self._origins.setdefault(id(value), read)
+        if is_a(value, tuple):
+            for each in tuple.__iter__(value):
+                if id(each) not in self._origins:
+                    self._add_origin(each, read)
+
+    def _expose(self, read: Read) -> None:
+        if self.watch is not None and self.was_before(read):
+            self._tell(self.watch.exposes, read)
 
     def _look_up(self, kind: type, name: str) -> tuple[list[Found], Any]:
         """``find_in_class``, of what was not looked up there before."""
@@ -366,7 +412,7 @@ class Recorder:
             place = _place(holder, kind, key)
             if place not in self._writes:
                 self._writes[place] = write = Write(holder, kind, key, value, owner, *self._at)
-                if self.watch is not None and self._seems_before(owner):
+                if self.watch is not None and self.was_before(write):
                     self._tell(self.watch.writes, write)
             if kind is Kind.CONTENTS:
                 self._filled[id(holder)] = holder
@@ -409,7 +455,7 @@ class Recorder:
 
     def _find(self, holder: Any, name: str) -> Iterable[Found]:
         if name == "__dict__" and (held := own_dict(holder)) is not None:
-            self._dicts.append((held, holder))
+            self._belongs(held, holder)
         if is_a(holder, Tensor):
             held = own_dict(holder) or {}
             found, of_class = self._look_up(Tensor, name)
@@ -422,7 +468,10 @@ class Recorder:
 
     def _item(self, holder: Any, key: Any) -> None:
         self._key(key)
-        self._read(find_contents(holder) if is_a(key, slice) else find_item(holder, key))
+        found = [*(find_contents(holder) if is_a(key, slice) else find_item(holder, key))]
+        self._read(found)
+        if is_a(holder, dict) and hasattr(type(holder), "__missing__"):  # which may put something there
+            self._write(each for each in found if each[3] is MISSING)
 
     def _key(self, key: Any) -> None:
         """What a key holds is read, too, such as a list by which a tensor is indexed."""
@@ -506,15 +555,19 @@ class Recorder:
         if self.watch is None or not issubclass(type(source), kinds) or not is_users(self._at[0].co_filename):
             return
         origin = self.origin_of(source)
-        if self._seems_before(source):
+        if self.seems_before(source):
             self._tell(self.watch.asks, source, origin)
 
-    def _seems_before(self, value: Any) -> bool:
+    def seems_before(self, value: Any) -> bool:
         """Whether something was there before, as far as can be told already."""
-        if gc.is_tracked(value):
-            return not self.is_new(value)
-        origin = self.origin_of(value)
-        return origin is not None and origin.holder is not value
+        if not self._is_recording:
+            return id(value) in self._origins
+        if any(self.seems_before(owner) for _, owner in self._dicts.get(id(value), ()) if owner is not value):
+            return True
+        if gc.is_tracked(value) and not self.is_new(value):
+            return True
+        origin = self.origin_of(value)  # a dict with plain values is not known to the collector, or only since a write
+        return origin is not None and origin.holder is not value and self.seems_before(_owner_of(origin))
 
     def is_new(self, value: Any) -> bool:
         """Whether the step has made something, so far, that Python's collector knows."""
@@ -614,6 +667,7 @@ class Recorder:
             self._special(function, "__call__")
             if is_a(self._look_up(type(function), "__call__")[1], WrapperDescriptorType):  # an object in C
                 self._read(self._without_tensors(find_reads(function, arguments)))
+                self._note_exposed(function, arguments)
             if is_a(function, functools.partial):
                 self._called(function.func, (*function.args, *arguments, *function.keywords.values()))
 
@@ -627,14 +681,22 @@ class Recorder:
             self._meet(each)
         if (owner := owner_of(function)) is not None:
             arguments = (owner, *arguments)
-            self._dicts.append((owner, function))
+            self._belongs(owner, function)
         self._note(fleeting.of_call(function, arguments))
         if is_a(owner, type) and issubclass(owner, Function):  # whose methods C calls
             for name in ("forward", "setup_context", "backward"):
                 self._read(self._look_up(owner, name)[0])
         self._read(self._without_tensors(find_reads(function, arguments)))
+        self._note_exposed(function, arguments)
         if arguments and id(arguments[0]) not in self._filled:
             self._write(find_writes(function, arguments), arguments[-1])
+
+    def _note_exposed(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """What is given to a function in C that is not known may be changed there."""
+        for holder, kind, key, value, owner in find_exposed(function, arguments):
+            if id(holder) not in self._exposed:
+                self._exposed[id(holder)] = holder
+                self._expose(Read(holder, kind, key, value, owner, *self._at))
 
     def _made(self, kind: type, arguments: tuple[Any, ...]) -> None:
         """A class is called."""
@@ -708,11 +770,18 @@ _QUEUES = (queue.Queue, queue.SimpleQueue)
 _WEAK = (weakref.__file__, _weakrefset.__file__)
 """Files with functions by which an object's end is noticed."""
 
+_CHANGED_IN_C = (*WHOLE, functools._lru_cache_wrapper)
+"""Classes whose objects functions change that are not known to."""
+
 _KINDS = {ClassAttributes: Kind.CLASS, SlotAttributes: Kind.SLOT, ContextValue: Kind.CONTEXT}
 """What is read of the holders that locations know in another form."""
 
 _OF_CONTAINERS = (Kind.ITEM, Kind.LENGTH, Kind.CONTENTS)
 _PLAIN_KEYS = (str, int, float, bytes)
+
+
+def _owner_of(record: Read) -> Any:
+    return record.holder if is_a(record.owner, str) else record.owner
 
 
 def _is_for_us(frame: FrameType | None) -> bool:

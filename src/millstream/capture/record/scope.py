@@ -38,9 +38,9 @@ _MACHINERY = tuple(
 """What leads to handlers, what they leave for later, as when a tensor is gone, and what sizes are calculated by."""
 
 
-def make_recorder(function: Callable[..., Any], arguments: Iterable[Any]) -> Recorder:
+def make_recorder(function: Callable[..., Any], arguments: Iterable[Any], wanted: tuple[type, ...] = ()) -> Recorder:
     """What records a trace."""
-    return Recorder(_is_followed, [function, *arguments])
+    return Recorder(_is_followed, [function, *arguments], wanted)
 
 
 def _is_followed(filename: str) -> bool:

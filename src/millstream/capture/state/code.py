@@ -25,32 +25,19 @@ class Names:
     read: set[str] = field(default_factory=set)  # those that are not only called as methods
     told: set[str] = field(default_factory=set)  # strings that may be names of attributes
     globals: set[str] = field(default_factory=set)  # ``step`` of ``optimizer.step()`` is none
-    stored: set[str] = field(default_factory=set)  # globals that it assigns
-    # while it runs: how many packages up, the module's name from there, and the name in it or nothing
-    imported: set[tuple[int, str, str]] = field(default_factory=set)
     codes: set[CodeType] = field(default_factory=set)
 
 
 @functools.lru_cache(maxsize=65536)
 def names_of(code: CodeType) -> Names:
     """The names in some code."""
-    found, level, module = Names(all={*code.co_names}, codes={code}), 0, ""
-    loaded: deque[Any] = deque([0, None], maxlen=2)  # what the last two instructions load; an import's level is first
+    found = Names(all={*code.co_names}, codes={code})
     for item in dis.get_instructions(code):
-        operation, name = item.opname, str(item.argval)
+        name = str(item.argval)
         if not is_method_load(item):
             found.read.add(name)
-        if operation == "IMPORT_NAME":
-            level, module = int(loaded[0]), name
-            found.imported.add((level, module, ""))
-        elif operation.endswith(("_NAME", "_GLOBAL", "_GLOBALS")):
+        if item.opname.endswith(("_NAME", "_GLOBAL")) and item.opname != "IMPORT_NAME":
             found.globals.add(name)
-        elif operation == "IMPORT_FROM":
-            found.imported.add((level, module, name))
-        if operation == "STORE_GLOBAL":
-            found.stored.add(name)
-        if operation != "EXTENDED_ARG":
-            loaded.append(item.argval)
     if not _TELLING.isdisjoint(code.co_names):
         found.told = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
     for part in (names_of(constant) for constant in code.co_consts if isinstance(constant, CodeType)):
@@ -109,12 +96,6 @@ def _key_of(item: dis.Instruction | None) -> str | None:
     if item is None or item.opname != "LOAD_CONST" or type(item.argval) is not str:
         return None
     return item.argval
-
-
-def finds_modules(names: Names) -> bool:
-    """Whether some code finds modules by ``importlib.import_module`` or ``sys.modules``."""
-    is_listed = "modules" in names.read and ("sys" in names.all or "modules" in names.globals)
-    return is_listed or not names.all.isdisjoint(("import_module", "__import__"))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -6,7 +6,7 @@ import array
 import gc
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from operator import is_
 from typing import Any
 
@@ -144,11 +144,9 @@ def put_back(container: Any, content: Any, left: Collection[Any] = ()) -> None:
     if has_content(container, content):
         return
     if isinstance(container, dict | Attributes):
-        _put_items_back(container, content, left)
+        put_items_back(container, content, [key for key in (*content, *container) if key not in left])
     elif isinstance(container, list) and len(container) == len(content):
-        for index, value in enumerate(content):
-            if index not in left and container[index] is not value:
-                container[index] = value
+        put_items_back(container, content, [index for index in range(len(content)) if index not in left])
     elif isinstance(container, np.ndarray):
         if container.flags.writeable:
             container[...] = content[0]
@@ -164,12 +162,17 @@ def put_back(container: Any, content: Any, left: Collection[Any] = ()) -> None:
         container.update(content) if isinstance(container, set) else container.extend(content)
 
 
-def _put_items_back(holder: dict[Any, Any] | Attributes, content: Any, left: Collection[Any]) -> None:
-    """One by one: another thread may be reading the others."""
-    for key in [*content, *(key for key in [*holder] if key not in content)]:
-        if key not in left and holder.get(key, MISSING) is not content.get(key, MISSING):
-            Location(holder, key).set(content.get(key, MISSING))
-    if isinstance(holder, dict) and not left and not all(map(is_, holder, content)):  # in their order
+def put_items_back(holder: Any, content: Any, keys: Iterable[Any]) -> None:
+    """Let it hold what it held at these keys or indices, one by one: another thread may be reading the others."""
+    if isinstance(holder, list):
+        for index in (index for index in keys if holder[index] is not content[index]):
+            holder[index] = content[index]
+        return
+    for key in keys:
+        if holder.get(key, MISSING) is not (before := content.get(key, MISSING)):
+            Location(holder, key).set(before)
+    is_whole = len(holder) == len(content) and all(holder.get(key, MISSING) is held for key, held in content.items())
+    if is_whole and isinstance(holder, dict) and not all(map(is_, holder, content)):  # in another order
         holder.clear()
         holder.update(content)
 

@@ -34,7 +34,6 @@ from millstream.capture.record.paths import is_namespace
 from millstream.capture.record.reads import IS_HEAP_TYPE, MISSING, WHOLE, Kind, Read, is_a
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.code import is_users_module
-from millstream.capture.state.discover import OF_PYTHON
 from millstream.tree.spec import SCALARS
 
 
@@ -127,13 +126,24 @@ _OF_OPTIMIZERS = ("defaults", "grad_scale", "found_inf")
 _LOOKED_INTO = (nn.Module, Optimizer, LRScheduler, Distribution, list, dict, set, deque, *WHOLE)
 _LOOKED_INTO += (type(os.environ), SimpleNamespace, UserDict, UserList, ChainMap, partial, ContextVar)
 """Classes of libraries whose objects hold what is the user's."""
+_OF_PYTHON = frozenset(
+    """
+    threading.Event threading.Semaphore threading.Barrier asyncio.locks.Event asyncio.locks.Semaphore
+    asyncio.queues.Queue concurrent.futures._base.Future multiprocessing.synchronize.SemLock
+    multiprocessing.synchronize.Event weakref.WeakKeyDictionary weakref.WeakValueDictionary _weakrefset.WeakSet
+    configparser.RawConfigParser configparser.SectionProxy email.message.Message contextlib._BaseExitStack
+    graphlib.TopologicalSorter hmac.HMAC asyncio.locks.Lock asyncio.locks.Condition logging.LoggerAdapter
+    xml.etree.ElementTree.ElementTree xml.dom.Node string.Template argparse._ActionsContainer argparse._AttributeHolder
+    """.split()
+)
+"""Classes of Python's library that are looked into as a user's own: what their methods read and change counts."""
 
 
 def _is_looked_into(owner: Any) -> bool:
     """Whether code of libraries reads what is the user's in an object of theirs."""
     kinds = type(owner).__mro__
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-    return is_a(owner, _LOOKED_INTO) or not OF_PYTHON.isdisjoint(names)
+    return is_a(owner, _LOOKED_INTO) or not _OF_PYTHON.isdisjoint(names)
 
 
 def is_fixed(kind: type) -> bool:

@@ -6,12 +6,11 @@ not stay, and what it would have changed in every call must be found, because a 
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -22,17 +21,30 @@ from millstream._torch.tensors import FakeTensor
 from millstream.capture.effects.values import Later, holds_token
 from millstream.capture.lines import is_millstreams, is_users
 from millstream.capture.record.location import MISSING, Attributes, Location
-from millstream.capture.record.paths import PLACES, is_namespace, location_of, path_of
+from millstream.capture.record.paths import PLACES, identity_of, items_of, location_of, path_of
 from millstream.capture.record.reads import MISSING as NOTHING
 from millstream.capture.record.reads import Kind as Kinds
-from millstream.capture.record.reads import Write
+from millstream.capture.record.reads import Read, Write, is_a
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.state.contents import content_of, has_content, is_bytes, is_comparable, is_container, put_back
+from millstream.capture.state.contents import (
+    Answers,
+    content_of,
+    has_content,
+    is_bytes,
+    is_comparable,
+    is_container,
+    put_back,
+    put_items_back,
+    without_cache,
+)
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.generators import StandsForGenerator
 from millstream.capture.state.relevant import counts
 from millstream.capture.state.signature import is_same
+
+MAX_ENTRIES = 1000
+"""Of longer lists no entry is told from the others."""
 
 
 class Kind(Enum):
@@ -61,11 +73,40 @@ class Change:
         return isinstance(self.location.holder, CellType) or self.location.key is not None
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A holder in which the step has written, or may have, and what it held before."""
+
+    kind: Kind
+    name: str
+    holder: Any
+    content: Any
+    names: list[tuple[Any, str]] | None = None  # keys of what may be another now, with their names; ``None`` for all
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether entries are told from each other."""
+        if isinstance(self.holder, dict | Attributes):
+            return True
+        return isinstance(self.holder, list) and len(self.holder) == len(self.content) <= MAX_ENTRIES
+
+    def entries(self) -> Iterator[tuple[Any, str, Any, Any]]:
+        """Key, name, what was there and what is there, of all that may be another now."""
+        holder, content = self.holder, self.content
+        if isinstance(holder, list):
+            keys = self.names or ((index, f"{self.name}[{index}]") for index in range(len(content)))
+            yield from ((key, name, content[key], holder[key]) for key, name in keys)
+            return
+        all_keys = (*content, *(key for key in [*holder] if key not in content)) if self.names is None else ()
+        keys = self.names or ((key, f"{self.name}.{key}" if isinstance(key, str) else self.name) for key in all_keys)
+        yield from ((key, name, content.get(key, MISSING), holder.get(key, MISSING)) for key, name in keys)
+
+
 class Snapshot:
-    """The content of every holder that a step reaches, to compare with and to go back to.
+    """What was where the step has written, to compare with and to go back to: noted before it writes there first.
 
     Other threads may write to the same holders meanwhile. What the step has not written is theirs: it is no
-    change, and stays.
+    change, and stays. Optimizers and scalers are copied when the step begins, as code of ours writes to them, too.
 
     Args:
         found: What the step reaches.
@@ -74,74 +115,74 @@ class Snapshot:
 
     def __init__(self, found: Found, record: Recorder) -> None:
         self._record = record
-        self._found: Found | None = None  # what was noted last
-        self._noted: dict[str, int] = {}  # how much of it, by kind
-        self._copies: dict[int, tuple[Kind, str, Any, Any]] = {}
-        self._links: dict[Location, Any] = {}
-        self._of_modules: set[int] = set()  # by id, holders into which PyTorch's code puts what the user's gives it
-        self._containers: set[int] = set()  # by id, holders that are no attributes of an object's
-        self._whole: set[int] = set()  # by id, long containers, of which no entry is told from the others
-        self.add(found)
-
-    def add(self, found: Found) -> None:
-        """Note what else a step reaches, as it is now; of what a search has found before only what came since."""
-        if found is not self._found:
-            self._found, self._noted = found, {}
-        # Attributes of optimizers are kept below.
-        optimizers = {id(vars(optimizer)) for _, optimizer in found.optimizers}
-        for location in self._new("links"):
-            if id(location.holder) not in optimizers:
-                self._links.setdefault(location, location.get())
-        for name, root in self._new("modules"):
+        self._kept: dict[int, _Kept] = {}  # by the holder's id
+        self._places: dict[Location, Any] = {}  # variables of closures, slots, attributes of classes
+        self._numbers: dict[Location, Any] = {}  # where we have put what stands for a number
+        self._kinds: dict[int, tuple[Kind, str]] = {}  # by id, holders that are none of an object of the user's
+        for name, root in found.modules:
             for prefix, module in root.named_modules(prefix=name):
-                parts = (module._parameters, module._buffers, module._modules)
-                self._of_modules |= {*map(id, parts)}
-                for holder in (vars(module), *parts):
-                    self._keep(Kind.MODULE, prefix, holder)
-        for name, optimizer in self._new("optimizers"):
+                for holder in (vars(module), module._parameters, module._buffers, module._modules):
+                    self._kinds[id(holder)] = Kind.MODULE, prefix
+        for name, optimizer in found.optimizers:
             self._keep_optimizer(name, optimizer)
-        for name, scaler in self._new("scalers"):
+        for name, scaler in found.scalers:
             for part in (vars(scaler), scaler._per_optimizer_states, *scaler._per_optimizer_states.values()):
-                self._keep(Kind.SCALER, name, part)
-        objects, containers, long = map(self._new, ("objects", "containers", "long"))
-        self._containers |= {id(container) for _, container in (*containers, *long)}
-        self._whole |= {id(container) for _, container in long}
-        for name, container in (*objects, *containers, *long):
-            self._keep(Kind.PLAIN, name, container)
+                self._copy(Kind.SCALER, name, part)
+
+    def note_number(self, place: Location) -> None:
+        """Note a place where something stands for a number now."""
+        self._numbers[place] = place.get()
 
     def add_written(self, write: Write) -> None:
-        """Note what is there where the step is about to write, if no search has found that."""
-        holder = write.holder
-        is_other = not is_container(holder) and write.kind is Kinds.CONTENTS
-        if id(holder) in self._copies or is_other or not counts(write, self._record):
+        """Note what is there where the step is about to write."""
+        holder = items_of(write.holder)
+        kind, prefix = self._kinds.get(id(write.holder), (Kind.PLAIN, ""))
+        if kind is Kind.PLAIN and not counts(write, self._record):
             return
-        name = path_of(write, self._record)
-        if is_container(holder) and write.owner is holder and not is_namespace(holder):
-            self._containers.add(id(holder))
-            self._keep(Kind.PLAIN, name, holder)
+        name = path_of(write, self._record) if kind is Kind.PLAIN else f"{prefix}.{write.key}"
+        if write.kind is Kinds.CONTENTS or (write.kind is Kinds.ITEM and isinstance(holder, dict | list | Attributes)):
+            kept = self._keep(kind, name, holder)
+            if kept is None or kept.names is None:
+                return
+            if write.kind is Kinds.CONTENTS:
+                kept.name, kept.names = name, None
+            else:
+                kept.names.append((write.key, name))
         elif (place := location_of(write, self._record)) is not None:
-            self._links.setdefault(place, MISSING if write.value is NOTHING else write.value)
+            self._places.setdefault(place, MISSING if write.value is NOTHING else write.value)
 
-    def _new(self, kind: str) -> list[Any]:
-        """What was found of a kind since the last time."""
-        found = getattr(self._found, kind)
-        start, self._noted[kind] = self._noted.get(kind, 0), len(found)
-        return [*islice(found, start, None)]
+    def add_exposed(self, read: Read) -> None:
+        """Note what something holds that may be written unseen, in C."""
+        holder = read.holder
+        if is_a(holder, functools._lru_cache_wrapper):
+            is_seen = isinstance(without_cache(holder), FunctionType)  # where it makes something for the cache
+            if is_seen:
+                return
+            holder = Answers(holder)
+        kind, _ = self._kinds.get(id(holder), (Kind.PLAIN, ""))
+        if (kept := self._keep(kind, path_of(read, self._record), items_of(holder))) is not None:
+            kept.names = None
 
     def _keep_optimizer(self, name: str, optimizer: Optimizer) -> None:
-        self._containers |= set(map(id, optimizer.param_groups))
-        self._keep(Kind.OPTIMIZER, name, vars(optimizer))
-        self._keep(Kind.GROUP, f"{name}.param_groups", optimizer.param_groups)
+        self._copy(Kind.OPTIMIZER, name, vars(optimizer))
+        self._copy(Kind.GROUP, f"{name}.param_groups", optimizer.param_groups)
         for number, group in enumerate(optimizer.param_groups):
-            self._keep(Kind.GROUP, f"{name}.param_groups[{number}]", group)
-            self._keep(Kind.GROUP, f"{name}.param_groups[{number}]", group["params"])
+            self._copy(Kind.GROUP, f"{name}.param_groups[{number}]", group)
+            self._copy(Kind.GROUP, f"{name}.param_groups[{number}]", group["params"])
         for entry in (optimizer.state, *optimizer.state.values()):
-            self._keep(Kind.STATE, f"{name}.state", entry)
+            self._copy(Kind.STATE, f"{name}.state", entry)
 
-    def _keep(self, kind: Kind, name: str, holder: Any) -> None:
-        is_huge = is_bytes(holder) and not is_comparable(holder)
-        if is_container(holder) and not is_huge and id(holder) not in self._copies:
-            self._copies[id(holder)] = (kind, name, holder, content_of(holder))
+    def _copy(self, kind: Kind, name: str, holder: Any) -> None:
+        self._kinds[id(holder)] = kind, name
+        self._keep(kind, name, holder)
+
+    def _keep(self, kind: Kind, name: str, holder: Any) -> _Kept | None:
+        """Note what a holder has, unless that is known; ``None`` for what is too large, or no container."""
+        known = self._kept.get(identity_of(holder))
+        if known is None and is_container(holder) and not (is_bytes(holder) and not is_comparable(holder)):
+            names = [] if kind in (Kind.PLAIN, Kind.MODULE) else None
+            known = self._kept[identity_of(holder)] = _Kept(kind, name, holder, content_of(holder), names)
+        return known
 
     def changes(self) -> list[Change]:
         """Everything that the step has changed, but for what caches keep by the type of a traced tensor."""
@@ -152,26 +193,24 @@ class Snapshot:
     def _differences(self) -> list[Change]:
         """Everything that differs now."""
         found: dict[Location, Change] = {}
-        for location, before in self._links.items():
+        for location, before in (self._numbers | self._places).items():
             after = location.get()
             if _is_changed(after, before):
-                found[location] = Change(Kind.PLAIN, location, before, after)
-        for kind, name, holder, copy in self._copies.values():
-            has_entries = id(holder) not in self._whole
-            if has_entries and isinstance(holder, dict | Attributes):
-                for key in [*copy, *(key for key in [*holder] if key not in copy)]:
-                    before, after = copy.get(key, MISSING), holder.get(key, MISSING)
+                found[location] = Change(self._kind_of(location), location, before, after)
+        for kept in self._kept.values():
+            holder, kind = kept.holder, kept.kind
+            if kept.has_entries:
+                for key, name, before, after in kept.entries():
                     if _is_changed(after, before) and (not is_type_of_tracing(key) or _is_of_trace(after)):
-                        location = Location(holder, key, f"{name}.{key}" if isinstance(key, str) else name)
+                        location = Location(holder, key, name)
                         found.setdefault(location, Change(kind, location, before, after))
-            elif has_entries and isinstance(holder, list) and len(holder) == len(copy):
-                for index in (index for index, value in enumerate(copy) if _is_changed(holder[index], value)):
-                    location = Location(holder, index, f"{name}[{index}]")
-                    found.setdefault(location, Change(kind, location, copy[index], holder[index]))
-            elif {*copy} != holder if isinstance(holder, set) else not has_content(holder, copy):
-                location = Location(holder, None, name)
-                found[location] = Change(kind, location, copy, holder)
+            elif {*kept.content} != holder if isinstance(holder, set) else not has_content(holder, kept.content):
+                location = Location(holder, None, kept.name)
+                found[location] = Change(kind, location, kept.content, holder)
         return list(found.values())
+
+    def _kind_of(self, location: Location) -> Kind:
+        return self._kinds.get(id(location.holder), (Kind.PLAIN, ""))[0]
 
     def _of_others(self, differences: list[Change]) -> dict[Location, Change]:
         """Those of them that other threads have made."""
@@ -181,20 +220,14 @@ class Snapshot:
 
     def _is_of_others(self, change: Change) -> bool:
         """Whether the step has not made a change, so that another thread has."""
-        kind, holder, key = change.kind, change.location.holder, change.location.key
-        if kind not in (Kind.PLAIN, Kind.MODULE, Kind.GROUP) or _is_of_trace(change.after):
+        if _is_of_trace(change.after):
             return False
-        if self.is_written_over(change):
+        if self._is_written_over(change):
             return True
-        if isinstance(holder, CellType):
-            is_recorded = True
-        elif id(holder) not in self._containers:
-            is_recorded = isinstance(key, str) and id(holder) not in self._of_modules
-        else:  # of which reading may make items, or not
-            is_recorded = isinstance(holder, list | dict | set | deque) and not hasattr(type(holder), "__missing__")
-        return is_recorded and not self._record.has_written(change.location)
+        is_ours = change.kind is Kind.GROUP or change.location in self._numbers
+        return is_ours and not self._record.has_written(change.location)
 
-    def is_written_over(self, change: Change) -> bool:
+    def _is_written_over(self, change: Change) -> bool:
         """Whether a plain number stands where the step counts on a number that a graph reads."""
         is_plain = _stands_for_number(change.before) and not _is_of_trace(change.after)
         may_be = is_plain and self._record.has_written(change.location)
@@ -214,22 +247,16 @@ class Snapshot:
         if others_may_write():
             numbers = (each for each in differences if all(map(_stands_for_number, (each.before, each.after))))
             others |= {change.location: change for change in numbers}
-        for location, before in self._links.items():
+        for location, before in self._places.items():
             if location not in others and location.get() is not before:
                 location.set(before)
-        for _, _, holder, copy in self._copies.values():
-            left = [place.key for place in others if place.holder is holder]
-            if all(key is not None for key in left):
-                put_back(holder, copy, left)
-
-    def places_of(self, held: Any) -> list[Location]:
-        """Where an object stands, of all that the step reaches."""
-        places = [location for location in self._links if location.get() is held]
-        for _, name, holder, copy in self._copies.values():
-            if isinstance(copy, dict | list | tuple):
-                entries = copy.items() if isinstance(copy, dict) else enumerate(copy)
-                places += [Location(holder, key, name) for key, value in entries if value is held]
-        return [*dict.fromkeys(places)]
+        for kept in self._kept.values():
+            left = [place.key for place in others if place.holder is kept.holder]
+            if kept.names is not None and kept.has_entries:
+                keys = [key for key, _ in kept.names if key not in left]
+                put_items_back(kept.holder, kept.content, keys)
+            elif all(key is not None for key in left):
+                put_back(kept.holder, kept.content, left)
 
     def disturbed(self, unread: Container[Location]) -> Location | None:
         """A place that the step has read, and where another thread has put something since, if there is one.
@@ -237,7 +264,7 @@ class Snapshot:
         To be asked when everything is put back that the step has changed; not about ``unread``.
         """
         for read in self._record.reads:
-            kind = self._copies.get(id(read.holder), (Kind.PLAIN,))[0]
+            kind = self._kinds.get(id(read.holder), (Kind.PLAIN, ""))[0]
             is_theirs = is_users(read.code.co_filename)  # what PyTorch's has read, ours may change meanwhile
             if not is_theirs or kind not in (Kind.PLAIN, Kind.MODULE) or not counts(read, self._record):
                 continue

@@ -352,7 +352,7 @@ def _counters(found: Found) -> Iterator[Location]:
     """Places of numbers that code may change by ``+=`` and the like."""
     names = {name for code in found.codes for name in counted_in(code)}
     own = {*map(id, _holders_of_optimizers(found))}
-    places = [location for location in found.links if id(location.holder) not in own]
+    places = [location for location in found.places if id(location.holder) not in own]
     for prefix, root in found.modules:
         for name, module in root.named_modules(prefix=prefix):
             places += (Location(vars(module), key, f"{name}.{key}") for key in names.intersection(vars(module)))

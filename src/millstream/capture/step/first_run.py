@@ -28,7 +28,8 @@ def build_and_run(build: Build, call: Call, graph: StepGraph, *, is_trial: bool)
     """
     start = time.perf_counter()
     random_state = RandomState()
-    random_state.add_generators(draw.generator for draw in graph.questions.draws)
+    for draw in graph.questions.draws:
+        random_state.add("a random generator", draw.generator)
     # On the host, so that a large model does not need its state twice on the device.
     backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
     arguments = graph.complete(call.arguments)

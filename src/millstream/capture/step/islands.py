@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType, TracebackType
 from typing import Any, NoReturn
@@ -317,13 +317,13 @@ def _leave(*values: Any) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
     return tuple(left), tuple(graded)
 
 
-def _check_passed(value: Any, met: set[int], own: Container[int]) -> None:
+def _check_passed(value: Any, met: set[int], own: Callable[[Any], bool]) -> None:
     """Refuse what a graph would give a copy of where eager Python has one object with several names."""
     if isinstance(value, (Tensor, *SCALARS, *_LASTING)) or is_scalar(value) or is_size(value) or value is UNBOUND:
         return
     if isinstance(value, FunctionType) and not value.__closure__:
         return
-    if not is_open_container(value) or id(value) in own or (id(value) in met and not isinstance(value, tuple)):
+    if not is_open_container(value) or own(value) or (id(value) in met and not isinstance(value, tuple)):
         raise CaptureError(
             f"The step passes a {type(value).__name__} across the edge of an eager_region which may have another name.",
             where=here(),

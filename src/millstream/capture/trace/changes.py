@@ -11,6 +11,7 @@ from millstream.capture.effects.expressions import Always
 from millstream.capture.effects.program import Extend, Output, Write
 from millstream.capture.effects.recorder import Recorder
 from millstream.capture.record.location import MISSING, Location
+from millstream.capture.record.paths import places_of
 from millstream.capture.record.recorder import Recorder as Record
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.signature import is_same
@@ -143,8 +144,9 @@ class Changes:
                 held, start = change.after, self.grown.get(id(change.after), len(change.before))
                 self.grown[id(held)] = len(held)
                 if new := held[start:]:
-                    places = self.snapshot.places_of(held)
-                    self.recorder.call(Extend(places[0]) if len(places) == 1 else held.extend, new, is_state=True)
+                    place, *others = places_of(held, self.record) or (None,)
+                    extend = held.extend if others or place is None else Extend(place)
+                    self.recorder.call(extend, new, is_state=True)
         return changes
 
     def _is_growth(self, change: Change) -> bool:

@@ -84,6 +84,19 @@ VALUE_READERS = {
 _ALWAYS_REFUSED = frozenset({"numpy", "__array__", "__dlpack__"})
 """Those which give an answer for a fake tensor, though a wrong one, or fail obscurely."""
 
+_PAST_OPERATORS = frozenset(
+    {
+        "grad",
+        "requires_grad_",
+        "retain_grad",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "rename_",
+        "detach_",
+    }
+)
+"""What changes a tensor, or reads what is another's, by no operator."""
+
 _ASKED = frozenset({"storage_offset", "grad", "is_pinned", "is_shared", "_is_view", "output_nr"})
 _OF_MEMORY = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "_version", "_base"})
 """What differs from call to call without any meaning, or is not there while the step is traced."""
@@ -193,6 +206,7 @@ class FunctionWatch(TorchFunctionMode):
             return self.arrays.given(name, args, kwargs)
         is_asked_by_user = self._sizes is not None and not is_ours(sys._getframe(1).f_code.co_filename)
         attribute = name if name != "__get__" else getattr(getattr(func, "__self__", None), "__name__", "")
+        self._check_lifted(name, attribute, given)
         answer = self.shards.answer(func, attribute, args, [*map(twins.real, leaves)], sys._getframe(1))
         if answer is not NotImplemented:
             return answer
@@ -352,6 +366,14 @@ class FunctionWatch(TorchFunctionMode):
             for tensor in _tensors_in(leaves):
                 if id(tensor) in self._unlifted:
                     self._on_unlifted(tensor)
+
+    def _check_lifted(self, name: str, attribute: str, tensor: Any) -> None:
+        """Stop before something is done to the user's own tensor that no operator does."""
+        if name != "__set__" and attribute not in _PAST_OPERATORS:
+            return
+        is_own = isinstance(tensor, Tensor) and is_real(tensor) and not self._twins.holds(tensor)
+        if is_own and self._on_unlifted is not None:
+            self._on_unlifted(tensor)
 
     def _check_memory(self, attribute: str, caller: str) -> None:
         """Refuse to say where a tensor is."""

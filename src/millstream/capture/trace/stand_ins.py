@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,22 +29,19 @@ class StandIns:
         self._put: list[tuple[Location, Any, Any]] = []
 
     @contextmanager
-    def at(self, places: Iterable[Location]) -> Iterator[None]:
-        """For the length of the context, have them where a step finds what they stand for."""
+    def active(self) -> Iterator[None]:
+        """At the end of the context, put back what stood where."""
         with TRACING.undoing(self._put_back):
-            self.add(places)
             yield
 
-    def add(self, places: Iterable[Location]) -> None:
-        """Have them at these places, too."""
-        for location in [*places]:
-            value = location.get()
-            made = next((made for make in self._makers if (made := make(location.name, value)) is not None), None)
-            if made is None or any(location.holder is each for each in _RECORDED):
-                continue
-            with suppress(TypeError, AttributeError):  # it cannot be written
-                location.set(made)
-                self._put.append((location, value, made))
+    def make(self, location: Location, value: Any) -> None:
+        """Put what stands for a value where a step is about to find it, if anything does."""
+        made = next((made for make in self._makers if (made := make(location.name, value)) is not None), None)
+        if made is None or any(location.holder is each for each in _RECORDED) or location.get() is not value:
+            return
+        with suppress(TypeError, AttributeError):  # it cannot be written
+            location.set(made)
+            self._put.append((location, value, made))
 
     def _put_back(self) -> None:
         for location, value, made in self._put:

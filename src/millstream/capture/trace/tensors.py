@@ -17,6 +17,8 @@ from millstream._torch.tracing import graph_being_traced
 from millstream.capture.effects.program import Effects, Output, Write
 from millstream.capture.effects.recorder import Recorder, open_structure
 from millstream.capture.record.location import Location
+from millstream.capture.record.paths import places_of
+from millstream.capture.record.recorder import Recorder as Record
 from millstream.capture.state.lift import Lifted
 from millstream.capture.state.objects import objects_of_batch
 from millstream.capture.state.snapshot import Change
@@ -39,6 +41,7 @@ class Leaving:
     Attributes:
         request: What is traced.
         recorder: What the step does besides; says how numbers in the result are made.
+        record: What it reads and writes.
         report: Raises an error that counts also if the step catches it.
         grad_buffers: An input for each gradient: the one there is, or memory for one that the step may leave.
         moved: By identity, inputs whose ``.data`` was assigned, and what has the memory that they had.
@@ -53,6 +56,7 @@ class Leaving:
 
     request: Request
     recorder: Recorder
+    record: Record
     report: Callable[[Exception], NoReturn]
     grad_buffers: list[Tensor] = field(init=False)
     moved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -180,7 +184,7 @@ class Leaving:
     def _classes_made(self, result: Any, state: Container[int]) -> set[type]:
         """Classes of the objects with new tensors in a result; none where the user's own are among these."""
         made = [each for each in objects_of_batch(result) if _holds_new_tensors(each, state)]
-        return {*map(type, made)} if self.request.found.owners.keys().isdisjoint(map(id, made)) else set()
+        return {*map(type, made)} if not any(map(self.record.origin_of, made)) else set()
 
     def _own_outputs(self) -> dict[int, Output]:
         """By id, arguments and state, which are returned and stored as they are."""
@@ -217,26 +221,21 @@ class Leaving:
         placeholders = graph_being_traced().find_nodes(op="placeholder")
         returned = {*map(id, parts), *(id(change.after) for change in stored)}
         replaced = {id(change.before) for change in stored}
-        linked = {id(value): location for location, value in self.request.found.links.items()}
         for index, entry in enumerate(self.request.state):
             tensor = id(entry.tensor)
             if not placeholders[index].users and tensor not in returned:
                 continue
-            registered = {*entry.locations}
-            location = next(iter(entry.locations), linked.get(tensor))
-            if tensor in replaced:
-                if entry.required_grad:
-                    raise needs_gradient(entry.name)
-                if index in self.request.host_scalars:
-                    raise writes_host(entry)
-            elif (
-                entry.required_grad
-                or index in self.request.host_scalars
-                or location is None
-                or location not in self.request.changing
-            ):
+            is_replaced = tensor in replaced
+            if is_replaced and entry.required_grad:
+                raise needs_gradient(entry.name)
+            if is_replaced and index in self.request.host_scalars:
+                raise writes_host(entry)
+            if entry.required_grad or index in self.request.host_scalars:
                 continue
-            if self.request.found.references[tensor] + len(registered) == 1 and location is not None:
+            if not is_replaced and not self.request.changing:
+                continue
+            location, *others = {*entry.locations, *places_of(entry.tensor, self.record)} or (None,)
+            if location is not None and not others and (is_replaced or location in self.request.changing):
                 self.replaced[index] = location
 
     def _memory_of(self, tensor: Tensor) -> Tensor:

@@ -22,12 +22,14 @@ import sys
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from io import IOBase
 from threading import get_ident
-from types import FrameType, FunctionType
+from types import BuiltinFunctionType, FrameType, MethodType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -40,7 +42,7 @@ from millstream._torch.distributed.fully_sharded import any_sharded
 from millstream._torch.hooks import optimizer_steps_seen
 from millstream._torch.recurrence import plain_recurrence
 from millstream._torch.scaler import is_idle, steps_are_masked
-from millstream._torch.tensors import FakeTensor, FakeTensorMode, is_real, storage_id
+from millstream._torch.tensors import FakeTensor, FakeTensorMode, storage_id
 from millstream._torch.tracing import (
     NewInputs,
     failures_unlogged,
@@ -60,7 +62,6 @@ from millstream.capture.effects.recorder import text_changed
 from millstream.capture.lines import (
     caller_of,
     here,
-    is_asked_by_user,
     is_of_call,
     is_users_own,
     place_of,
@@ -68,20 +69,17 @@ from millstream.capture.lines import (
     told,
 )
 from millstream.capture.record.location import MISSING, Location
-from millstream.capture.record.paths import path_of
-from millstream.capture.record.reads import Read, Write
+from millstream.capture.record.natives import owner_of
+from millstream.capture.record.paths import items_of, location_of, path_of
+from millstream.capture.record.reads import Kind, Read, Write, is_a
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.record.scope import make_recorder, until_operators
 from millstream.capture.record.session import why_not
 from millstream.capture.state.code import compares_types
-from millstream.capture.state.contents import without_cache
-from millstream.capture.state.discover import Found, Search
-from millstream.capture.state.executed import (
-    CodeWatch,
-    is_of_library_in_step,
-    others_may_write,
-    stand_in,
-)
+from millstream.capture.state.contents import is_container, without_cache
+from millstream.capture.state.discover import is_unknown, lacks_cache
+from millstream.capture.state.executed import CodeWatch, others_may_write
+from millstream.capture.state.generators import GENERATORS
 from millstream.capture.state.impure import PROFILER, STARTED, ImpureCalls
 from millstream.capture.state.lift import (
     check_apart,
@@ -90,6 +88,7 @@ from millstream.capture.state.lift import (
     why_not_lifted,
 )
 from millstream.capture.state.others import stand_for, stand_in_for
+from millstream.capture.state.relevant import counts
 from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
 from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.clocks import Clocks
@@ -128,7 +127,7 @@ from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.stand_ins import StandIns
 from millstream.capture.trace.switches import SwitchWatch
 from millstream.capture.trace.tensors import Leaving, writes_host
-from millstream.capture.trace.twins import Twins, fake_of, is_traced, real_of
+from millstream.capture.trace.twins import Twins, fake_of, real_of
 from millstream.capture.trace.unsupported import find_unsupported
 from millstream.capture.trace.ways import Ways, are_effects_alike, check_alike, join_effects, join_gradients
 from millstream.errors import CaptureError, DataParallelError, without_frames
@@ -151,8 +150,8 @@ from millstream.tree.containers import containers_in
 from millstream.tree.flatten import tree_flatten
 from millstream.tree.spec import Reference, Structure, Value, replace_numbers, tree_unflatten, walk
 
-_LIFTED = ("modules", "optimizers", "scalers", "tensors", "cached")
-"""What must be known before tracing begins."""
+_WANTED = (*GENERATORS, IOBase, Optimizer, GradScaler, BuiltinFunctionType, MethodType)
+"""Classes of objects that are looked at before the step uses them, and of what may be their methods, or clocks."""
 
 _WALKING = frozenset({"next_functions", "variable"})
 """Attributes by which one comes from a result to the parameters that it was computed from."""
@@ -217,7 +216,6 @@ class _Tracer:
     sizes: TracedSizes | None = None
     kind: type[FakeTensor] = field(default_factory=lambda: stand_in_for(get_ident()))
     unlifted: dict[int, tuple[str, Tensor]] = field(init=False)
-    search: Search | None = None  # for what the step reaches by code that was not seen before
     record: Recorder = field(init=False)  # of what is read and written
     new_inputs: NewInputs = field(init=False)
     num_results: int = 0  # of the graph; values of branches come after them
@@ -228,6 +226,7 @@ class _Tracer:
     clocks: Clocks = field(init=False)
     stand_ins: StandIns = field(init=False)
     wrapper_reads: dict[tuple[int, str], nn.Module] = field(default_factory=dict)
+    modules: set[int] = field(init=False)  # by id, those that the request has
     has_others: bool = False  # whether other threads may write
     is_asked: bool = False  # whether to look at each instruction, see ``happens``
     watch: CodeWatch = field(init=False)
@@ -239,19 +238,18 @@ class _Tracer:
         self.unlifted = find_unlifted(self.request.found)
         self.questions = Questions(self._new_input, self._new_array)
         self.questions.texts.style = self.request.style
-        own = {id(container) for _, container in self.request.found.containers}
-        self.recorder = EffectsRecorder(self.questions, own, self._note_writes)
+        self.recorder = EffectsRecorder(self.questions, self._is_users, self._note_writes)
         self.questions.check, self.questions.branch = self.recorder.check, self.recorder.branch
         request = self.request
+        self.modules = {id(module) for _, root in request.found.modules for module in root.modules()}
         is_alone = request.replica is None and not any_sharded()  # as branches that communicate are not merged
         is_on = not request.dimensions and is_alone and not is_off("branches")
         self.ways = Ways(request.ways, is_on=is_on)
         self.ways.count_effects = lambda: len(self.recorder.program)
         self.recorder.choose = self.ways.take
-        self.record = make_recorder(request.function, request.arguments)
+        self.record = make_recorder(request.function, request.arguments, _WANTED)
         self.record.watch = self
         self.watch = CodeWatch(
-            self.record.is_new,
             self._on_code,
             ImpureCalls(
                 self.record.is_new,
@@ -259,7 +257,7 @@ class _Tracer:
                 lambda frame: self._report(stops_in_debugger(_line_of(frame))),
                 lambda _: self.switches.note_set(here()),
             ),
-            lambda: self.request.found.opaque,  # of what is found later, too
+            self._has_found,
             self._on_opaque,
             self._on_text,
             self._on_extension,
@@ -387,7 +385,7 @@ class _Tracer:
         state = [entry.tensor for entry in request.state]
         before = [gradient.before for gradient in request.gradients if gradient.before is not None]
         self.graded = {id(each) for each in request.arguments if each.is_leaf and each.grad is not None}
-        random_state = self.random_state = RandomState(request.found)
+        random_state = self.random_state = RandomState()
         fakes = [] if self.sizes is None else [*self.sizes.fakes]
         torch.clear_autocast_cache()  # it holds on to parameters
         try:
@@ -401,15 +399,18 @@ class _Tracer:
                 ).active() as own,
                 self.mode,
                 self._numbers_replaced(),
-                self.stand_ins.at(request.found.links),
+                self.stand_ins.active(),
                 math_takes_scalars(),
                 json_takes_scalars(),
                 unchecked_distributions(),
                 traceable([optimizer for _, optimizer in request.found.optimizers]) as spared,
             ):
                 self.snapshot = Snapshot(request.found, self.record)
+                for number in request.numbers:
+                    if number.is_users:
+                        self.snapshot.note_number(number.location)
                 self.changes = Changes(request, self.questions, self.recorder, self.snapshot, self.record, self.numbers)
-                self.leaving = Leaving(request, self.recorder, self._report)
+                self.leaving = Leaving(request, self.recorder, self.record, self._report)
                 cached = request.found.cached
                 self.caches = CachesUnfilled(cached, lambda name: self._report(StateMissing(f"{name}'s cache")))
                 with (
@@ -475,6 +476,8 @@ class _Tracer:
             self.is_asked = self.has_others or bool(self.unsupported)
             converting = self.conversions.seen(self.kind) if self.request.converts else contextlib.nullcontext()
             with self.clocks.recorded(), converting, self.record.recording():
+                if self.record.failure:  # nothing could be undone
+                    raise _not_recorded(self.record.failure)
                 result = self.request.function(*args, **kwargs)
             self.questions.return_borrowed()
             if self.record.failure:
@@ -526,8 +529,7 @@ class _Tracer:
                     [(gradient.name, gradient.parameter) for gradient in self.request.gradients],
                 )
                 self.exchanges = session.exchanges
-                with self.recorder.active(), outputs_recorded(self.recorder) as self.record_files, session.active():
-                    self.record_files(self.request.found)
+                with self.recorder.active(), outputs_recorded(self.recorder) as self.record_output, session.active():
                     result = run_step()
                 self._raise_failure()
                 self.looked_at, self.asked = {*functions.looked_at}, {*functions.asked}
@@ -563,11 +565,54 @@ class _Tracer:
 
     def calls(self, frame: FrameType, function: Any, arguments: tuple[Any, ...]) -> None:
         """A function is about to be called."""
+        for each in (owner_of(function), *arguments):
+            if is_a(each, (*GENERATORS, IOBase)) and self.record.seems_before(each):
+                self._note_state(each, type(each).__name__)
         self.watch.calls(frame, function, arguments)
 
     def writes(self, write: Write) -> None:
         """Note what is there before the step writes."""
         self.snapshot.add_written(write)
+
+    def exposes(self, read: Read) -> None:
+        """Note what is there before something in C may write; stop at a cache that the request does not have."""
+        cache = read.holder
+        if isinstance(cache, functools._lru_cache_wrapper) and lacks_cache(cache, self.request.found):
+            self._report(FoundLate(f"{cache.__name__}()", cache, here()))
+        self.snapshot.add_exposed(read)
+
+    def meets(self, read: Read) -> None:
+        """Have things stand in for others before the step finds these; stop at what the request does not have."""
+        name = path_of(read, self.record)
+        for each in read.held():
+            if each is print:
+                self.record_output(print)
+        if not self.record.was_before(read):
+            return
+        if read.kind is Kind.TYPE:
+            self._note_state(read.holder, name)
+        elif not counts(read, self.record):
+            return
+        elif read.kind is Kind.CONTENTS and isinstance(read.holder, dict | list):
+            holder = read.holder
+            for key, value in [*(dict.items(holder) if isinstance(holder, dict) else enumerate(holder))]:
+                self.stand_ins.make(Location(items_of(holder), key, f"{name}[{key!r}]"), value)
+        elif (place := location_of(read, self.record)) is not None:
+            self.stand_ins.make(place, read.value)
+
+    def _note_state(self, value: Any, name: str) -> None:
+        """Something of the user's is about to be used whose state has to be noted, or which the request must have."""
+        if isinstance(value, GENERATORS):
+            self.random_state.add(name, value)
+        elif isinstance(value, IOBase):
+            self.record_output(value)
+        elif is_unknown(value, self.request.found):
+            self._report(FoundLate(name, value, here()))
+
+    def _is_users(self, container: Any) -> bool:
+        """Whether a container is the user's, and not a copy that the function was given."""
+        is_given = id(container) in self.record.given
+        return is_container(container) and not is_given and self.record.seems_before(container)
 
     def asks(self, source: Any, read: Read | None) -> None:
         """Refuse a step that asks an iterator, which would give each item once."""
@@ -580,11 +625,9 @@ class _Tracer:
             )
         )
 
-    def _on_code(self, frame: FrameType, functions: list[FunctionType]) -> None:
-        """Before code runs that discovery has not seen look at it, too; stop before code that asks an iterator."""
-        request = self.request
-        known = request.found
-        if self.caches.is_for_cache(frame, known.cached):  # which has no answer yet
+    def _on_code(self, frame: FrameType) -> None:
+        """Stop before code of the user's that a trace cannot follow."""
+        if self.caches.is_for_cache(frame, self.request.found.cached):  # which has no answer yet
             asked = frame.f_locals.values()
             if any(map(is_scalar, asked)):
                 self._report(
@@ -600,21 +643,6 @@ class _Tracer:
                 self._report(StateMissing(f"{frame.f_code.co_name}'s cache"))
         self._check_comparisons(frame)
         self._check_leaves(frame)
-        if not functions and frame.f_code not in known.codes:
-            functions = [stand_in(frame)]
-        late = [(function.__qualname__, function) for function in functions if id(function) not in known.owners]
-        if late and (is_asked_by_user(frame) or is_of_library_in_step(frame)):
-            found, is_more = self._find_more(late)
-            if is_more:
-                name, function = late[0]
-                self._report(FoundLate(name, function, here()))
-            request.roots += late
-            request.found = found
-            real = ((key, entry) for key, entry in find_unlifted(found).items() if is_real(entry[1]))
-            self.unlifted.update(real)
-            self.snapshot.add(found)
-            self.record_files(found)
-            self.random_state.add(found)
 
     def _check_comparisons(self, frame: FrameType) -> None:
         """Stop before code that asks of what type a number is, where scalars stand for some.
@@ -645,17 +673,6 @@ class _Tracer:
                 )
             )
 
-    def _find_more(self, late: list[tuple[str, Any]]) -> tuple[Found, bool]:
-        """What the step reaches by these, too; and whether tracing must begin again for that."""
-        if self.search is None:
-            self.search = Search()
-            self.search.extend(self.request.roots)
-        found = self.search.found
-        before = [len(getattr(found, kind)) for kind in _LIFTED]
-        self.search.extend(late)
-        self.stand_ins.add(found.links)
-        return found, before != [len(getattr(found, kind)) for kind in _LIFTED]
-
     def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
         where = _line_of(frame)
         if what == PROFILER:
@@ -680,8 +697,16 @@ class _Tracer:
             )
         self._report(error)
 
+    def _has_found(self, owner: Any, function: Any) -> bool:
+        """Whether an object in C, or its function, is where the user has it, or among the arguments."""
+        origins = ((each, self.record.origin_of(each)) for each in (owner, function))
+        found = (each for value, each in origins if each is not None and each.holder is not value)
+        is_given = any(value is owner for _, value in self.request.roots)
+        return is_given or any(counts(each, self.record) and self.record.was_before(each) for each in found)
+
     def _on_opaque(self, frame: FrameType, function: Any, owner: Any) -> None:
-        name, _ = self.request.found.opaque[id(owner)]
+        origin = self.record.origin_of(owner)
+        name = type(owner).__name__ if origin is None else path_of(origin, self.record)
         what, kind = f"{name}.{function.__name__}()", type(owner).__name__
         self._report(
             CaptureError(
@@ -828,7 +853,7 @@ class _Tracer:
 
     def _on_unlifted(self, tensor: Tensor) -> NoReturn:
         """Stop at a tensor that was found and cannot be lifted: the step does use it."""
-        self._report(self._refusal_of(tensor, here()) or FoundLate("a tensor", tensor, here()))
+        self._report(ForeignTensor(tensor, here()))
 
     def _refusal_of(self, tensor: Tensor, where: str) -> Exception | None:
         """What is to be raised where the step uses a tensor that cannot be lifted; ``None`` for others."""
@@ -839,9 +864,7 @@ class _Tracer:
         """Stop at a module that the request does not have; refuse any where all have what cannot be captured."""
         if id(None) in self.unsupported:
             self._report(self.unsupported[id(None)])
-        own = (*module._parameters.values(), *module._buffers.values())
-        new = (each for each in own if each is not None and not is_traced(each) and is_real(each))
-        if any(id(each) not in self.unlifted for each in new):
+        if id(module) not in self.modules and not self.record.is_new(module):
             self._report(FoundLate(type(module).__name__, module, ""))
 
     @contextlib.contextmanager

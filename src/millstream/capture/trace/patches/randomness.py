@@ -7,7 +7,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -16,38 +16,26 @@ import torch
 
 from millstream._torch.tracing import attributes_here
 from millstream.capture.lines import raise_refusal
-from millstream.capture.state.discover import Found
 from millstream.capture.state.generators import set_state, state_of
 from millstream.capture.trace.draws import REMEDY, Draws
 
 
 class RandomState:
-    """The states of PyTorch's, Python's and NumPy's random generators, to compare with and to go back to.
+    """The states of PyTorch's, Python's and NumPy's random generators, to compare with and to go back to."""
 
-    Args:
-        found: What a step reaches; with the generators among that.
-    """
-
-    def __init__(self, found: Found | None = None) -> None:
+    def __init__(self) -> None:
         self._own: dict[int, tuple[str, Any, Any]] = {}
-        if found is not None:
-            self.add(found)
         self._is_alone = threading.active_count() == 1
         self._host = torch.get_rng_state()
         self._python = random.getstate()
         self._numpy = np.random.get_state()
         self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
-    def add(self, found: Found) -> None:
-        """Note what other generators a step reaches, as they are now."""
-        for name, generator in found.generators:
+    def add(self, name: str, generator: Any) -> None:
+        """Note another one, as it is now."""
+        if id(generator) not in self._own:
             with contextlib.suppress(NotImplementedError):  # the system's has no state
-                self._own.setdefault(id(generator), (name, generator, state_of(generator)))
-
-    def add_generators(self, generators: Iterable[Any]) -> None:
-        """Note others, as they are now."""
-        for generator in generators:
-            self._own.setdefault(id(generator), ("a random generator", generator, state_of(generator)))
+                self._own[id(generator)] = name, generator, state_of(generator)
 
     def what_changed(self) -> str:
         """Name a generator that was used since; empty if none was, or if another thread may have used it."""
