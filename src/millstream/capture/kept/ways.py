@@ -33,6 +33,7 @@ from types import (
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from millstream.capture.guards.guards import original_of
@@ -282,6 +283,8 @@ class Reader(_Table):
             return self.objects[rest[0]]
         if kind == "tuple" and self.value_of(rest[0]) is tuple:
             return tuple(map(self.value_of, rest[1]))
+        if kind == "=" and rest[0] == "torch.dtype":
+            return getattr(torch, rest[1].removeprefix("torch."))
         if kind == "=" and rest[0] in _KEYS:
             return ast.literal_eval(rest[1])
         raise NotKept(f"a key is {ref}")

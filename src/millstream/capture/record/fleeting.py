@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from millstream.capture.lines import is_ours, is_pythons
+from millstream.capture.lines import is_ours, is_pythons, is_users_own
 from millstream.capture.record.reads import IS_HEAP_TYPE, find_in_class, is_a
 
 _DESCRIPTORS = (MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType)
@@ -56,11 +56,11 @@ _OF_PROCESS = frozenset(
     | {f"builtins.{kind}.__dir__" for kind in ("object", "type", "module")}
     | {f"builtins.BaseException.{name}" for name in "__cause__ __context__ __traceback__ __suppress_context__".split()}
     | {f"builtins.function.{name}" for name in ("__builtins__", "__type_params__")}
-    | {"builtins.type.__subclasses__", "builtins.type.mro", "builtins.frame", "builtins.code"}
+    | {"builtins.type.__subclasses__", "builtins.type.mro", "builtins.frame", "builtins.code.co_filename"}
     | {f"torch._C.{name}" for name in "TensorBase.data_ptr _cuda_memoryStats _cuda_getMemoryInfo".split()}
 )
 """Such ones of these modules as tell of the process, or read what nobody compares."""
-_SUBMODULES = ("numpy.random.", "torch._C._distributed", "torch._C._cuda_memory", "builtins.frame.", "builtins.code.")
+_SUBMODULES = ("numpy.random.", "torch._C._distributed", "torch._C._cuda_memory", "builtins.frame.")
 _SUBMODULES += ("builtins.generator.gi_", "builtins.traceback.")
 _HARMLESS = frozenset(
     {
@@ -78,9 +78,15 @@ _HARMLESS = frozenset(
 )
 """Of other modules, what may be called."""
 _FOR_LIBRARIES = frozenset(
-    {"builtins.id", "builtins.hash", "sys._getframe", "_thread.get_ident", "builtins.frame", "builtins.code"}
+    {
+        "builtins.id",
+        "builtins.hash",
+        "sys._getframe",
+        "_thread.get_ident",
+        "builtins.frame",
+        "builtins.code.co_filename",
+    }
     | {f"builtins.frame.{name}" for name in ("f_back", "f_code", "f_globals", "f_lineno")}
-    | {f"builtins.code.{name}" for name in ("co_filename", "co_name", "co_flags", "co_qualname")}
 )
 """What PyTorch and Python's library use without telling what it gives."""
 _FOR_HASH = frozenset({"builtins.id", "builtins.hash", *(f"builtins.{kind}.__hash__" for kind in ("object", "str"))})
@@ -117,7 +123,8 @@ def of_native(value: Any, code: CodeType | None = None) -> str:
     """
     if is_a(value, type) and (is_written_in_python(value) or value.__module__.startswith("millstream.")):
         return ""
-    if type(value) is MemberDescriptorType and is_written_in_python(value.__objclass__):  # a slot, which is read
+    is_place = type(value) in (MemberDescriptorType, GetSetDescriptorType)
+    if is_place and is_written_in_python(value.__objclass__):  # a slot or ``__dict__``, which is read
         return ""
     name = name_of(value)
     if name in _HARMLESS or _is_known(name):
@@ -168,7 +175,8 @@ def name_of(value: Any) -> str:
 def of_call(function: Any, arguments: tuple[Any, ...]) -> str:
     """Why it is fleeting what a function in C gives for these arguments, of a method with its object."""
     name = getattr(function, "__name__", "")
-    if name in _SHOWING or any(each in (str, repr, format) for each in arguments if is_a(each, type | type(repr))):
+    shows = any(each is shower for each in arguments for shower in (str, repr, format)) and name not in _FORGETS_ORDER
+    if name in _SHOWING or shows:
         for each in arguments:
             if reason := of_text(each):
                 return reason
@@ -221,8 +229,11 @@ def of_identity(one: Any, other: Any) -> str:
 def of_registry(base: Any, value: Any) -> str:
     """Why it is fleeting whether an abstract class counts something, or a class, among its own."""
     kind = value if is_a(value, type) else type(value)
-    is_asked = base in kind.__mro__ or all(map(_is_of_library, (base, kind)))
-    return "" if is_asked else f"which classes are registered with {base.__qualname__}"
+    file = getattr(sys.modules.get(base.__module__), "__file__", None) or ""
+    is_theirs = not _is_of_library(base) and is_users_own(file)
+    if base in kind.__mro__ or (_is_of_library(kind) and not is_theirs):  # a library asks whether it is a mapping, say
+        return ""
+    return f"which classes are registered with {base.__qualname__}"
 
 
 def _is_of_library(kind: type) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _weakrefset
 import builtins
+import copy
 import functools
 import gc
 import queue
@@ -585,7 +586,8 @@ class Recorder:
         self._read(find_contents(value, DEPTH))
 
     def _identity(self, one: Any, other: Any) -> None:
-        self._note(fleeting.of_identity(one, other))
+        if self._at[0].co_filename != copy.__file__:  # which asks whether a copy is another object
+            self._note(fleeting.of_identity(one, other))
 
     def _operator(self, *operands: Any) -> None:
         name = self._argument if is_a(self._argument, str) else ""
@@ -684,7 +686,7 @@ class Recorder:
             self._belongs(owner, function)
         self._note(fleeting.of_call(function, arguments))
         if is_a(owner, type) and issubclass(owner, Function):  # whose methods C calls
-            for name in ("forward", "setup_context", "backward"):
+            for name in ("forward", "setup_context", "backward", "_backward_cls"):
                 self._read(self._look_up(owner, name)[0])
         self._read(self._without_tensors(find_reads(function, arguments)))
         self._note_exposed(function, arguments)
