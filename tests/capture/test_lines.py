@@ -27,6 +27,11 @@ def test_packages_of_this_environment_are_libraries_wherever_the_path_has_them()
     assert own in find_site_folders(sys.path)
 
 
+def test_every_module_of_the_project_is_its_own_also_those_at_its_top():
+    files = [Path(ms.__file__).parent / name for name in ("locks.py", "errors.py", "capture/lines.py")]
+    assert not any(map(lines.is_users, map(str, files)))
+
+
 def recorded(folder, file):
     return f"{folder}/{file},,\n"
 

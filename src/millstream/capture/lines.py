@@ -90,7 +90,7 @@ _LIBRARY = (
     *(
         str(path)
         for path in _MILLSTREAM.iterdir()
-        if path.is_dir() and path.name not in ("cli", "testing")  # jobs and helpers, which use it as users do
+        if path.name not in ("cli", "testing", "__main__.py")  # jobs and helpers, which use it as users do
     ),
 )
 
