@@ -50,22 +50,19 @@ class ManualModule(L.LightningModule):
         self.automatic_optimization = False
 
     def configure_optimizers(self):
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        return self.optimizer
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     @ms.step
     def train_step(self, x, y):
+        optimizer = self.optimizers()
         loss = F.cross_entropy(self.net(x), y)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
         return loss
 
     def training_step(self, batch, batch_index):
-        steps = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-        steps.increment_ready()
         self.log("loss", self.train_step(*batch))
-        steps.increment_completed()
 
 
 # end of shown
@@ -92,37 +89,20 @@ def test_manual_optimization_counts_steps_and_checkpoints(loader, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"]
 
 
-class OwnOptimizers(ManualModule):
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def plain_step(self, x, y):
-        optimizer = self.optimizers()
-        loss = F.cross_entropy(self.net(x), y)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss
-
-    captured_step = ms.step(plain_step)
-    is_captured = True
-
-    def training_step(self, batch, batch_index):
-        self.log("loss", (self.captured_step if self.is_captured else self.plain_step)(*batch))
+class PlainModule(ManualModule):
+    train_step = ManualModule.train_step.__wrapped__
 
 
-def test_optimizers_of_lightning_in_a_step(loader, tmp_path):
+def test_manual_optimization_trains_as_without_a_step(loader, tmp_path):
     found = []
-    for is_captured in (True, False):
+    for kind in (ManualModule, PlainModule):
         torch.manual_seed(0)
-        module = OwnOptimizers(make_net())
-        module.is_captured = is_captured
+        module = kind(make_net())
         trainer = L.Trainer(max_steps=4, enable_checkpointing=False, default_root_dir=tmp_path, **QUIET)
         trainer.fit(module, loader)
         assert trainer.global_step == 4
         found.append([each.detach() for each in module.parameters()])
     torch.testing.assert_close(*found)
-    assert len(OwnOptimizers.captured_step.history) == 1
 
 
 def test_compiled_lightning_module_is_refused(loader, tmp_path):
