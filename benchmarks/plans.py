@@ -89,7 +89,7 @@ def capture_chain(executable: Any, base: Captured, chain: Iterable[int]) -> Chai
     """Capture only these kernels, in the program's order. All run once before: tensors that others make are there."""
     from millstream.device import context, guard
     from millstream.device.cuda_graphs.capturing import capture
-    from millstream.engine.source import compile_plan
+    from millstream.engine.plan_source import compile_plan
     from millstream.schedule import plan_serial
 
     program, wanted = executable.lowered.program, frozenset(chain)

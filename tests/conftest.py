@@ -123,5 +123,5 @@ def lowered_once(programs_of_this_run):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MILLSTREAM_WARM_START", "1")
-        patch.setattr("millstream.lower.kept.records.cache_folder", lambda: programs_of_this_run)
+        patch.setattr("millstream.lower.kept.program_files.cache_folder", lambda: programs_of_this_run)
         yield

@@ -58,3 +58,10 @@ def test_no_file_imports_another_in_a_circle():
     trees = {COUNT["module_name"](path, source): COUNT["ast"].parse(path.read_text()) for path in source.rglob("*.py")}
     imports = {name: set(COUNT["imported"](name, tree, trees, True)) for name, tree in trees.items()}
     assert COUNT["cycles"](imports) == []
+
+
+def test_no_name_stands_for_two_things():
+    source = Path(__file__).parents[1] / "src" / PACKAGE
+    trees = {COUNT["module_name"](path, source): COUNT["ast"].parse(path.read_text()) for path in source.rglob("*.py")}
+    repeated = {what: which for what, _, which in COUNT["defects"](source, trees) if "names for several" in what}
+    assert repeated == {"file names for several things": "", "class names for several things": ""}

@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 
 import millstream as ms
 from benchmarks.measuring.harness import prepare_torch, synchronize
-from millstream.capture.step.program import StepProgram
+from millstream.capture.step.step_program import StepProgram
 
 #: A pass over all sizes: what it computes, to be compared.
 Pass = Callable[[], list[torch.Tensor]]

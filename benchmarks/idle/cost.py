@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from millstream.trace import Session
-from millstream.trace.device import DeviceWindow
+from millstream.trace import ProfiledRun
+from millstream.trace.device_profile import DeviceWindow
 
 NUM_ROUNDS, NUM_STEPS, NUM_DROPPED = 8, 14, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,7 +65,7 @@ def pure_python() -> Callable[[], None]:
 @contextmanager
 def always_on() -> Iterator[None]:
     """Hooks and samples."""
-    session = Session(uses_device=False)
+    session = ProfiledRun(uses_device=False)
     session.start()
     try:
         yield

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from millstream.cost import Network, Timed, fit_link
+from millstream.cost import Network, TimedReduction, fit_link
 
 SIZES = (*(1 << power for power in range(12, 28)), 96 << 20, 256 << 20)
 IN_A_ROW, SAMPLES = 10, 7
@@ -104,7 +104,7 @@ def write(path: Path, times: list[dict[str, Any]], device: str) -> dict[str, Any
 
 def report(content: dict[str, Any]) -> str:
     """The link that fits, and how well."""
-    times = [Timed(each["devices"], each["bytes"], each["ns"]) for each in content["times"]]
+    times = [TimedReduction(each["devices"], each["bytes"], each["ns"]) for each in content["times"]]
     link = fit_link("link", times)
     network = Network(link, per_host=max(each.num_devices for each in times))
     lines = [link.describe(), "devices      bytes  measured µs  fitted µs  off by"]

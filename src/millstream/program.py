@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from millstream._torch.operators import is_users
+from millstream._torch.dispatcher import is_users
 from millstream._torch.switches import present
 from millstream._torch.tensors import reinterpret, tracked_view
 from millstream.graph import KernelGraph
@@ -37,7 +37,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """How a tensor lies in memory: sizes and strides in elements."""
 
     size: tuple[int, ...]
@@ -65,7 +65,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """What one kernel of the graph calls.
 
     Attributes:
@@ -103,15 +103,15 @@ class Program:
     """
 
     graph: KernelGraph
-    calls: tuple[Call, ...]
+    calls: tuple[KernelCall, ...]
     inputs: tuple[str | None, ...]
     outputs: tuple[Any, ...]
     views: dict[str, View]
-    layouts: dict[str, Layout]
+    layouts: dict[str, TensorLayout]
     constants: dict[str, torch.Tensor]
     mutated: frozenset[str]
     aligned: frozenset[str]
-    tensors: dict[str, Layout]
+    tensors: dict[str, TensorLayout]
     numbers: dict[int, Any] = field(default_factory=dict)
 
     def base(self, name: str) -> str:
@@ -119,7 +119,7 @@ class Program:
         view = self.views.get(name)
         return name if view is None else view.base
 
-    def layout(self, name: str) -> Layout | None:
+    def layout(self, name: str) -> TensorLayout | None:
         """Return how a value lies in memory; ``None`` where nobody knows."""
         view, layout = self.views.get(name), self.tensors.get(self.base(name))
         return layout if view is None or layout is None else replace(layout, size=view.size, stride=view.stride)

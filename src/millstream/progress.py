@@ -38,7 +38,7 @@ def showing(name: str, done: str) -> Iterator[None]:
     if getattr(_here, "shown", None) is not None or os.environ.get("MILLSTREAM_PROGRESS") == "0":
         yield
         return
-    shown = _here.shown = (_Line if _is_terminal() else _Log)(name)
+    shown = _here.shown = (_RewrittenLine if _is_terminal() else _PhaseLog)(name)
     start = time.monotonic()
     try:
         yield
@@ -71,7 +71,7 @@ def _is_terminal() -> bool:
     return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-class _Log:
+class _PhaseLog:
     """A record for each phase."""
 
     def __init__(self, name: str) -> None:
@@ -90,7 +90,7 @@ class _Log:
         """Nothing: what was logged stays."""
 
 
-class _Line:
+class _RewrittenLine:
     """A line that is written over."""
 
     def __init__(self, name: str) -> None:

@@ -14,8 +14,8 @@ from torch._inductor import config as inductor_config
 import millstream as ms
 from millstream._torch.workarounds import torch_version
 from millstream.api import executables
-from millstream.engine.build import why_not_capture
-from millstream.engine.source import compile_plan
+from millstream.engine.assembly import why_not_capture
+from millstream.engine.plan_source import compile_plan
 from millstream.graph import KernelKind, Timeline
 from millstream.lower import compile as lowering
 from millstream.lower.inductor.fx_wrapper import collect_wrappers

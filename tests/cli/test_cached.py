@@ -55,10 +55,10 @@ def test_sizes_are_read(text, expected):
 
 
 def test_what_is_written_keeps_to_the_limit(folder, monkeypatch):
-    from millstream.lower.kept import records
+    from millstream.lower.kept import program_files
 
     monkeypatch.setenv("MILLSTREAM_CACHE_LIMIT", "1500")
-    records._write("f" * 64, {})
+    program_files._write("f" * 64, {})
     assert left(folder) == [f"{'f' * 40}.program", "new.program", "thesis.txt"]
 
 

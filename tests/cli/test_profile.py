@@ -14,7 +14,7 @@ import pytest
 from millstream.cli import main
 from millstream.cli.profile import EXIT_CONDITION
 from millstream.errors import ArgumentError
-from millstream.insight import Recording, Sample, Step, analyse
+from millstream.insight import ProfiledStep, Recording, Sample, analyse
 from millstream.report.idle import Condition, compare
 from tests.clocks import HANG_S
 
@@ -343,7 +343,7 @@ def test_condition_compares_shares_and_lengths():
 
 
 def test_comparison_fails_where_the_second_report_is_slower(tmp_path, capsys):
-    steps = tuple(Step(at * 10**8, (at + 1) * 10**8) for at in range(12))
+    steps = tuple(ProfiledStep(at * 10**8, (at + 1) * 10**8) for at in range(12))
     looks = tuple(Sample(0, step.start_ns, step.end_ns, (), 10**8, 0, False) for step in steps)
     report = analyse(Recording("train.py", end_ns=12 * 10**8, steps=steps, samples=looks)).to_dict()
     reports = {"before": report, "after": report | {"usual_step_ns": 106e6}, "bad": report | {"why_unreliable": "lost"}}

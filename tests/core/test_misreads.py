@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.check.places import Extent, Places, affine, anywhere
-from millstream.check.values import Fault, Operation, Read, Write, find_misreads
+from millstream.check.loop_accesses import Extent, Places, affine, anywhere
+from millstream.check.values import Fault, MemoryRead, MemoryWrite, Operation, find_misreads
 
 OLD, FIRST, SECOND = (0, 0), (0, 1), (0, 2)
 
@@ -22,15 +22,15 @@ LEFT, RIGHT, EVEN, ODD = at((4, 1)), at((4, 1), offset=4), at((4, 2)), at((4, 2)
 
 
 def read(name, places=WHOLE, meant=OLD, **rest):
-    return Operation(name, reads=(Read("m", places, frozenset([meant])),), **rest)
+    return Operation(name, reads=(MemoryRead("m", places, frozenset([meant])),), **rest)
 
 
 def write(name, places=WHOLE, version=FIRST, **rest):
-    return Operation(name, writes=(Write("m", places, version),), **rest)
+    return Operation(name, writes=(MemoryWrite("m", places, version),), **rest)
 
 
 def update(name, read_places, written=WHOLE, **rest):
-    return Operation(name, (Read("m", read_places),), (Write("m", written, FIRST),), **rest)
+    return Operation(name, (MemoryRead("m", read_places),), (MemoryWrite("m", written, FIRST),), **rest)
 
 
 def faults(*nests):
@@ -84,7 +84,7 @@ def test_reads_need_what_is_meant(nests, expected):
 
 
 def test_one_of_several_meanings_is_enough():
-    either = Operation("r", reads=(Read("m", WHOLE, frozenset([OLD, FIRST])),))
+    either = Operation("r", reads=(MemoryRead("m", WHOLE, frozenset([OLD, FIRST])),))
     assert faults((write("w"),), (either,)) == []
     assert faults((write("w"),), (write("v", version=SECOND),), (either,)) == [("r", Fault.OVERWRITTEN)]
 

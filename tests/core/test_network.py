@@ -17,7 +17,7 @@ from millstream.cost import (
     Network,
     Rate,
     Roofline,
-    Timed,
+    TimedReduction,
     fit_link,
     parse_link,
     parse_network,
@@ -98,7 +98,7 @@ SIZES = [1 << power for power in range(12, 28, 2)]
 def test_a_fit_finds_the_link_that_made_the_times(start_ns, hop_ns, bytes_per_s):
     made = Link("made", (Rate(start_ns, hop_ns, bytes_per_s),))
     times = [
-        Timed(n, size, start_ns + 2 * (n - 1) * (hop_ns + size / n / bytes_per_s * 1e9))
+        TimedReduction(n, size, start_ns + 2 * (n - 1) * (hop_ns + size / n / bytes_per_s * 1e9))
         for n in (2, 4, 8)
         for size in SIZES
     ]
@@ -111,7 +111,13 @@ def test_a_fit_finds_the_link_that_made_the_times(start_ns, hop_ns, bytes_per_s)
 
 
 @pytest.mark.parametrize(
-    "times", [[], [Timed(2, 1024, 5.0)], [Timed(2, 1024, 5.0)] * 4, [Timed(1, 1, 1), Timed(1, 9, 2)]]
+    "times",
+    [
+        [],
+        [TimedReduction(2, 1024, 5.0)],
+        [TimedReduction(2, 1024, 5.0)] * 4,
+        [TimedReduction(1, 1, 1), TimedReduction(1, 9, 2)],
+    ],
 )
 def test_too_few_times_are_refused(times):
     with pytest.raises(ArgumentError, match="measure more sizes"):
@@ -121,7 +127,7 @@ def test_too_few_times_are_refused(times):
 def test_nvlink_is_what_fits_the_measured_sweep():
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "collectives.json"
     measured = json.loads(path.read_text())
-    times = [Timed(each["devices"], each["bytes"], each["ns"]) for each in measured["times"]]
+    times = [TimedReduction(each["devices"], each["bytes"], each["ns"]) for each in measured["times"]]
     fitted = fit_link("nvlink", times)
     for rate, known in zip(fitted.rates, NVLINK.rates, strict=True):
         assert rate.start_ns == pytest.approx(known.start_ns, rel=0.02)

@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from millstream.data.transfer.batch_layout import describe_leaves, plan_layout, view_leaves
 from millstream.data.transfer.buffers import BatchLease, BufferPool, SegmentLease
-from millstream.data.transfer.layout import describe_leaves, plan_layout, view_leaves
-from millstream.device.drivers.base import Copies
+from millstream.device.drivers.driver import Copies
 from tests.clocks import HANG_S
 from tests.device.virtual_device import make_virtual_context
 

@@ -652,7 +652,7 @@ def test_after_an_interrupt_in_next_an_iterator_goes_on_in_the_next_pass(make_fe
         fed.close()
 
     names = "run.py", "feeding.py", "pipeline.py", "source.py", "generators.py"
-    names += ("transfer/base.py", "transfer/device.py", "transfer/buffers.py")
+    names += ("transfer/transfer.py", "transfer/to_gpu.py", "transfer/buffers.py")
     files = [f"/data/{name}" for name in names]
     for num_before, transform in ((0, torch.neg), (1, torch.neg), (1, None), (3, torch.neg), (5, torch.neg)):
         assert interrupt_everywhere(partial(run, num_before=num_before, transform=transform), *files)

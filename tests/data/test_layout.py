@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.data.transfer.layout import (
+from millstream.data.transfer.batch_layout import (
     ALIGNMENT_BYTES,
     SMALL_LEAF_BYTES,
     cut,

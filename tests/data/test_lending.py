@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from millstream import _native
-from millstream.data.transfer import buffers, lending
-from millstream.data.transfer import device as device_transfer
-from millstream.data.transfer.layout import describe_leaves, plan_layout, view_leaves
-from millstream.data.transfer.lending import prepare_lending
+from millstream.data.transfer import buffers, lent_batches
+from millstream.data.transfer import to_gpu as device_transfer
+from millstream.data.transfer.batch_layout import describe_leaves, plan_layout, view_leaves
+from millstream.data.transfer.lent_batches import prepare_lending
 from millstream.device import copying
 from tests.data.test_transfer import MOODS, make_batch, settle, train
 
@@ -165,7 +165,7 @@ def test_batches_arrive_without_compiled_code(virtual_feed, monkeypatch):
 
 def test_who_is_lent_memory_that_nobody_owns_is_caught(virtual_feed, monkeypatch):
     """The test of the tests: leaves that do not keep what brings their slot back read the next batch."""
-    prepare = lending.prepare_lending
+    prepare = lent_batches.prepare_lending
 
     def prepare_badly(layout, memories):
         def lend_badly(each):
@@ -186,7 +186,7 @@ def test_who_is_lent_memory_that_nobody_owns_is_caught(virtual_feed, monkeypatch
 def test_nothing_is_prepared_for_batches_of_which_each_is_of_another_form(virtual_feed, monkeypatch):
     """Of hundreds of leaves it takes longer than to make them once in PyTorch's own ways."""
     prepared = []
-    prepare = lending.prepare_lending
+    prepare = lent_batches.prepare_lending
     monkeypatch.setattr(buffers, "prepare_lending", lambda *arguments: prepared.append(1) or prepare(*arguments))
     for sizes, most in (([64 + i for i in range(12)], 0), ([64] * 12, 2)):
         batches = [make_batch(i, 2, size) for i, size in enumerate(sizes)]

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from millstream.data import register
 from millstream.data.profiler import Profiler
-from millstream.data.transfer import device as device_transfer
-from millstream.data.transfer import outputs, staging
-from millstream.data.transfer.buffers import Buffer, BufferPool
-from millstream.data.transfer.device import DeviceTransfer
-from millstream.data.transfer.layout import cut, describe_leaves, plan_layout
+from millstream.data.transfer import extras, staging
+from millstream.data.transfer import to_gpu as device_transfer
+from millstream.data.transfer.batch_layout import cut, describe_leaves, plan_layout
+from millstream.data.transfer.buffers import BatchBuffer, BufferPool
+from millstream.data.transfer.to_gpu import DeviceTransfer
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.pools.events import EventPool
 from millstream.errors import FallbackWarning, FeedError
@@ -287,7 +287,7 @@ def test_a_slot_that_is_filled_while_it_is_held_is_caught(virtual_feed, monkeypa
 
 def test_copies_that_were_prepared_for_other_memory_are_caught(virtual_feed, monkeypatch):
     monkeypatch.setattr(
-        Buffer, "forget_layout", lambda buffer: setattr(buffer, "layout", None)
+        BatchBuffer, "forget_layout", lambda buffer: setattr(buffer, "layout", None)
     )  # it keeps what was prepared
     assert not all(run_prepared(virtual_feed, seed, keep=0.5) for seed in range(30))
 
@@ -773,12 +773,12 @@ def test_what_the_source_made_on_the_device_is_read_before_its_memory_is_used_ag
 
     source = (fill(device.allocate(64), i + 1) for i in range(30))
     fed, device = virtual_feed(source, 2, "lazy", transform=transform)
-    monkeypatch.setattr(outputs, "can_be_staged", lambda leaf: device._find_raw(leaf) is None)
+    monkeypatch.setattr(extras, "can_be_staged", lambda leaf: device._find_raw(leaf) is None)
     monkeypatch.setattr(
-        outputs,
+        extras,
         "keep_resident",
         lambda *_: (
-            outputs.StreamMarker(device.context, device.current_stream(), timing=False),
+            extras.StreamMarker(device.context, device.current_stream(), timing=False),
             device.current_stream(),
         ),
     )

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from millstream.data.transfer.device import DeviceTransfer
+from millstream.data.transfer.to_gpu import DeviceTransfer
 from tests.clocks import until
 from tests.file_changes import FileChanges
 

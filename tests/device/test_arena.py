@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.device.handles import NullEvent
-from millstream.device.pools.arena import ALIGNMENT_BYTES, MIN_CHUNK_BYTES, FreeRanges, PinnedArena
+from millstream.device.pools.pinned_arena import ALIGNMENT_BYTES, MIN_CHUNK_BYTES, FreeRanges, PinnedArena
 from millstream.errors import ArgumentError, DeviceError, FallbackWarning
 
 

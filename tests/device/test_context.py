@@ -10,8 +10,8 @@ from millstream import _native
 from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
 from millstream.device.context import DeviceContext
 from millstream.device.drivers import cuda
-from millstream.device.drivers.base import Copies
 from millstream.device.drivers.cpu import CpuDriver
+from millstream.device.drivers.driver import Copies
 from millstream.errors import ArgumentError, DeviceError
 from tests import processes
 from tests.device.virtual_device import make_virtual_context

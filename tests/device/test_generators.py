@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millstream._torch.devices import generators
+from millstream._torch.devices import capture_generators
 
 
 class State:
@@ -95,7 +95,7 @@ def test_others_draw_at_every_moment_of_a_capture_and_it_draws_from_where_they_s
     own = default.state
     for _ in range(2):  # the generator's own state is new to the first graph alone
         graph, before = Graph(default), own.offset
-        aside = generators.Exchange(graph)
+        aside = capture_generators.GeneratorExchange(graph)
         with OtherThread(default) as other:
             with aside.begin():
                 graph.capture_begin()
@@ -112,7 +112,7 @@ def test_others_draw_at_every_moment_of_a_capture_and_it_draws_from_where_they_s
 
 def test_a_seed_that_another_thread_sets_is_kept(default):
     graph = Graph(default)
-    aside = generators.Exchange(graph)
+    aside = capture_generators.GeneratorExchange(graph)
     with aside.begin():
         graph.capture_begin()
     default.manual_seed(3)
@@ -123,7 +123,7 @@ def test_a_seed_that_another_thread_sets_is_kept(default):
 
 
 def test_a_capture_that_does_not_begin_leaves_the_generator_as_it_was(default):
-    own, aside = default.state, generators.Exchange(Graph(default))
+    own, aside = default.state, capture_generators.GeneratorExchange(Graph(default))
     with pytest.raises(RuntimeError), aside.begin():
         raise RuntimeError
     aside.end()
@@ -140,7 +140,7 @@ def test_what_is_captured_draws_from_the_given_generator_or_in_an_exchange():
 
     given = torch.Generator().manual_seed(1)
     drawn, filled = torch.empty(3), torch.empty(3)
-    with generators._DrawFrom(given, exchanged):
+    with capture_generators._DrawFrom(given, exchanged):
         torch.rand(3, out=drawn)
         filled.normal_()
         torch.randn(3, generator=torch.Generator().manual_seed(2))
@@ -149,7 +149,7 @@ def test_what_is_captured_draws_from_the_given_generator_or_in_an_exchange():
     assert torch.equal(drawn, torch.rand(3, generator=again))
     assert torch.equal(filled, torch.empty(3).normal_(generator=again))
     assert not entered
-    with generators._DrawFrom(given, exchanged):
+    with capture_generators._DrawFrom(given, exchanged):
         torch.native_dropout(torch.ones(3), 0.5, True)
     assert len(entered) == 1
 
@@ -163,7 +163,7 @@ def test_states_are_exchanged_where_pytorch_needs_it_unless_switched_off(default
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setenv("MILLSTREAM_WITHOUT", without)
     graph, own = Graph(default), default.state
-    aside = generators.aside(graph)
+    aside = capture_generators.aside(graph)
     assert type(aside).__name__ == kind
     with aside.begin():
         graph.capture_begin()

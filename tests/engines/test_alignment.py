@@ -15,8 +15,8 @@ from millstream._torch.tensors import ALIGNMENT_BYTES, copy_elements, realign
 from millstream.api import executables
 from millstream.cost import Costs, KernelCost
 from millstream.device import context
-from millstream.engine import source
-from millstream.engine.source import compile_plan
+from millstream.engine import plan_source
+from millstream.engine.plan_source import compile_plan
 from millstream.lower import compile as lowering
 from millstream.schedule import plan_graph
 from tests import networks
@@ -40,7 +40,7 @@ def copied(monkeypatch):
         tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         return frozenset(i for i, value in tensors.items() if value.storage_offset() * value.itemsize % 16 == 0)
 
-    monkeypatch.setattr(source, "realign", note)
+    monkeypatch.setattr(plan_source, "realign", note)
     monkeypatch.setattr(lowering, "aligned_inputs", assumed)
     return shapes
 

@@ -14,7 +14,7 @@ import millstream as ms
 from millstream.engine import BySize, by_size
 from millstream.engine.arena import GRAIN_BYTES, HEADROOM, Arena, lay_out
 from millstream.engine.cuda import captured, cuda_graph
-from millstream.engine.cuda.captured import Family
+from millstream.engine.cuda.captured import ProgramPair
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.graph import Role
 from millstream.schedule import Scheduling, plan_serial
@@ -166,7 +166,7 @@ def on_graphs(program):
     def build(lowered, key, many):
         serial = plan_serial(lowered.program.graph)
         chosen = None if many.like is None else many.like.plan
-        scheduling, family = Scheduling(1), Family()
+        scheduling, family = Scheduling(1), ProgramPair()
         engine = CudaGraphEngine(
             lowered,
             serial,

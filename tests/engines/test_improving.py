@@ -7,7 +7,7 @@ from torch import nn
 import millstream as ms
 from millstream.api import compiling as building
 from millstream.api import executables
-from millstream.engine import CudaGraphEngine, Family, improving
+from millstream.engine import CudaGraphEngine, ProgramPair, improving
 from millstream.engine.planning.background import Background
 from millstream.lower import compile as compiling
 from millstream.schedule import Scheduling, plan_serial
@@ -153,7 +153,7 @@ def test_a_captured_program_goes_on_as_another(device, clock, monkeypatch):
 
     def build_captured(lowered, settings, **_):
         plan = plan_serial(lowered.program.graph)
-        how = {"copy_outputs": True, "family": Family(), "scheduling": Scheduling(1), "warn": pytest.fail}
+        how = {"copy_outputs": True, "family": ProgramPair(), "scheduling": Scheduling(1), "warn": pytest.fail}
         engines.append(CudaGraphEngine(lowered, plan, **how))
         return engines[-1]
 

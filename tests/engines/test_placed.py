@@ -155,7 +155,7 @@ def test_models_give_the_bits_of_one_device_under_autograd():
 @torch.no_grad()
 def test_what_was_measured_faster_is_kept(monkeypatch, times, kept):
     monkeypatch.setattr(placed, "ON_CPU", Rules(slack=0, promise=-9, margin=0.03))
-    monkeypatch.setattr(placed.Trial, "compare", lambda *_: times)
+    monkeypatch.setattr(placed.CpuTrial, "compare", lambda *_: times)
     model = Branches()
     compiled = ms.compile(model, devices=DEVICES, strict=True)
     x = torch.randn(8, 64)

@@ -7,7 +7,7 @@ import torch
 
 import millstream as ms
 from millstream.api import executables
-from millstream.engine.source import compile_plan
+from millstream.engine.plan_source import compile_plan
 from millstream.errors import GraphError
 from millstream.schedule import plan_serial
 from tests.engines.test_threads import threaded

@@ -12,8 +12,8 @@ from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost
 from millstream.device import context
 from millstream.engine.arena import bind_arena
-from millstream.engine.build import with_environment
-from millstream.engine.source import compile_plan
+from millstream.engine.assembly import with_environment
+from millstream.engine.plan_source import compile_plan
 from millstream.errors import ArgumentError
 from millstream.schedule import Scheduling, assign_offsets, plan_graph, plan_serial
 from tests import networks

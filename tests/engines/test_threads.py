@@ -166,7 +166,7 @@ def test_views_of_inputs_and_offsets():
 @torch.no_grad()
 def test_common_kernels_run_without_the_interpreter(monkeypatch, kind):
     given_back = []
-    monkeypatch.setattr(threads_native._Values, "step", lambda _, kernel: given_back.append(kernel) or 1)
+    monkeypatch.setattr(threads_native._RegisterValues, "step", lambda _, kernel: given_back.append(kernel) or 1)
     program, inputs, expected = lowered(kind().eval(), networks.example(kind)[0])
     assert torch.equal(threaded(program.program)[1](list(inputs))[0], expected)
     assert not given_back
@@ -220,7 +220,7 @@ def test_a_signal_that_arrives_as_a_step_in_python_begins_reaches_the_caller(mon
 
     program, inputs, _ = lowered(networks.Inception().eval(), networks.example(networks.Inception)[0])
     calls = tuple(dataclasses.replace(call, target=lambda *_, **__: None) for call in program.program.calls)
-    monkeypatch.setattr(threads_native._Values, "step", interrupted)
+    monkeypatch.setattr(threads_native._RegisterValues, "step", interrupted)
     _, run = threaded(dataclasses.replace(program.program, calls=calls))
     with pytest.raises(KeyboardInterrupt):
         run(list(inputs))
@@ -408,7 +408,7 @@ def test_a_forked_child_does_not_wait_for_a_call_of_its_parent():
 
 
 def test_why_there_are_no_threads_is_told(monkeypatch):
-    module = sys.modules["millstream.engine.build"]  # the package gives its name to the function
+    module = sys.modules["millstream.engine.assembly"]  # the package gives its name to the function
     monkeypatch.setattr(module, "find_library", lambda: None)
     monkeypatch.setattr(_native, "why_not", lambda name: "nothing can be kept in the cache folder /full")
     compiled = ms.compile(networks.Mlp().eval(), engine="threads")

@@ -10,7 +10,7 @@ from millstream.api import executables
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost
 from millstream.device import context
-from millstream.engine.source import compile_plan
+from millstream.engine.plan_source import compile_plan
 from millstream.schedule import plan_graph
 
 

@@ -6,8 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream.device import MAX_STREAMS, Event, Place, Stream, context, guard
 from millstream.device.cuda_graphs.capturing import capture
-from millstream.device.drivers.base import Copies
 from millstream.device.drivers.cuda import capture_nothing
+from millstream.device.drivers.driver import Copies
 from millstream.errors import DeviceError
 from tests.clocks import HANG_S
 from tests.processes import output_of
@@ -276,7 +276,7 @@ def test_the_interpreter_ends_cleanly_with_everything_in_use():
     output_of("""
         import torch
         from millstream.device import context
-        from millstream.device.drivers.base import Copies
+        from millstream.device.drivers.driver import Copies
         c = context("cuda:0")
         block, event = c.pinned(1 << 20), c.events.acquire()
         torch.cuda._sleep(50_000_000)

@@ -10,16 +10,23 @@ from millstream.insight import (
     ActivityKind,
     Asleep,
     Cause,
-    Launch,
+    HostSpan,
+    LaunchCall,
     Loader,
+    ProfiledStep,
     Recording,
     Sample,
     Site,
-    Span,
-    Step,
 )
 
-LISTS = {"steps": Step, "spans": Span, "samples": Sample, "activities": Activity, "launches": Launch, "loaders": Loader}
+LISTS = {
+    "steps": ProfiledStep,
+    "spans": HostSpan,
+    "samples": Sample,
+    "activities": Activity,
+    "launches": LaunchCall,
+    "loaders": Loader,
+}
 FACTS = (
     *("script", "device", "is_synchronous", "start_ns", "end_ns", "thread", "num_cores", "switch_ns"),
     "library_roots",
@@ -36,11 +43,11 @@ def cut(recording, num_steps):
 
     def moved(each):
         each = replace(each, start_ns=each.start_ns - start, end_ns=each.end_ns - start)
-        if isinstance(each, Launch):
+        if isinstance(each, LaunchCall):
             return replace(each, number=number_of[each.number])
         if isinstance(each, Activity):
             return replace(each, launch=number_of.get(each.launch))
-        return replace(each, thread=1) if isinstance(each, Span | Sample) else each
+        return replace(each, thread=1) if isinstance(each, HostSpan | Sample) else each
 
     def belongs(each):
         if isinstance(each, Activity) and each.launch in number_of:  # it may run after the last step

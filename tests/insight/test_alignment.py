@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from millstream.insight import Activity, Launch, Recording, Span, Step
+from millstream.insight import Activity, HostSpan, LaunchCall, ProfiledStep, Recording
 from millstream.insight.causes import Cause
 from millstream.insight.profiler.alignment import lines_from
 from millstream.insight.profiler.kineto import DeviceTrace
 from millstream.insight.profiler.looking import without_looking
-from millstream.trace import device
-from millstream.trace.device import DeviceWindow, Recorded
+from millstream.trace import device_profile
+from millstream.trace.device_profile import DeviceWindow, Recorded
 from millstream.trace.stacks import CallStacks
 from tests.insight.virtual import line
 
@@ -37,12 +37,12 @@ def window(steps, *, lined, slow=1, start=0):
             if lined:
                 stack = line(100 * names[:at].count(name) + ["gemm", "relu", "copy", "wait"].index(name))
             if name == "wait":
-                spans.append(Span(3, now, now + 5 * slow, Cause.SYNC, stack, "cudaStreamSynchronize"))
+                spans.append(HostSpan(3, now, now + 5 * slow, Cause.SYNC, stack, "cudaStreamSynchronize"))
             else:
-                launches.append(Launch(number, 3, now, now + 5 * slow, stack=stack, module=name if lined else ""))
+                launches.append(LaunchCall(number, 3, now, now + 5 * slow, stack=stack, module=name if lined else ""))
                 activities.append(Activity(now + 2 * slow, now + 4 * slow, name=name, launch=number))
             now += 10 * slow
-        marks.append(Step(begin, now))
+        marks.append(ProfiledStep(begin, now))
     return DeviceTrace(tuple(activities), tuple(launches), tuple(spans), ()), marks
 
 
@@ -154,7 +154,8 @@ def test_two_windows_are_recorded_by_the_count_of_steps(monkeypatch, tmp_path):
     monkeypatch.setattr("millstream.trace.agenda.ENOUGH_NS", 10**15)
     recorded = []
     monkeypatch.setattr(
-        "millstream.trace.device.read_trace", lambda trace: recorded.append(trace) or DeviceTrace((), (), (), ())
+        "millstream.trace.device_profile.read_trace",
+        lambda trace: recorded.append(trace) or DeviceTrace((), (), (), ()),
     )
     hurried = []
     window = DeviceWindow(on_times=hurried.append)
@@ -202,7 +203,7 @@ def test_profiler_is_detached_where_that_is_safe_and_the_user_does_not_say_other
     monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
     if before is not None:
         monkeypatch.setenv("TEARDOWN_CUPTI", before)
-    with device._detaching():
+    with device_profile._detaching():
         assert os.environ.get("TEARDOWN_CUPTI") == within
     assert os.environ.get("TEARDOWN_CUPTI") == before
 
@@ -212,7 +213,7 @@ def test_profiler_is_detached_where_that_is_safe_and_the_user_does_not_say_other
 def test_looking_that_makes_steps_much_longer_is_told_of(other, is_told, side):
     trace, marks = window([["gemm"] * 10] * 20, lined=False)
     edge, count = (marks[-1].end_ns, 60) if side == "after" else (marks[0].start_ns - 9 * other, 9)
-    others = [Step(edge + number * other, edge + (number + 1) * other) for number in range(count)]
+    others = [ProfiledStep(edge + number * other, edge + (number + 1) * other) for number in range(count)]
     steps = (*marks, *others) if side == "after" else (*others, *marks)
     run = Recording(steps=steps, thread=7, end_ns=steps[-1].end_ns, cost_share=0.01)
     recording = Recorded(trace, "virtual", over=35).add_to(run, 0)

@@ -16,18 +16,18 @@ from millstream.insight import (
     ActivityKind,
     Asleep,
     Cause,
-    Launch,
+    HostSpan,
+    LaunchCall,
     Loader,
     Note,
+    ProfiledStep,
     Recording,
     Sample,
     Severity,
     Site,
-    Span,
-    Step,
     analyse,
 )
-from millstream.report.idle import picture as report_picture
+from millstream.report.idle import profile_picture as report_picture
 from millstream.report.idle import to_page, to_picture, to_text, to_trace
 from millstream.report.idle.drawing import COLOURS
 from tests.insight.virtual import LIBRARY, THREAD, USER, line, serial_recording, with_stall
@@ -89,13 +89,13 @@ def test_read_by_a_blocking_copy_is_a_wait_as_others_are():
     launched, activities, waits, steps = [], [], [], []
     for number in range(STEPS):  # 8 ms of kernels, a value read by a copy, 4 ms of Python
         start, first = 12 * MS * number, 9 * number
-        launched += [Launch(first + k, THREAD, start + 60 * US * k, start + 60 * US * (k + 1)) for k in range(8)]
+        launched += [LaunchCall(first + k, THREAD, start + 60 * US * k, start + 60 * US * (k + 1)) for k in range(8)]
         activities += [Activity(start + MS * k, start + MS * (k + 1), launch=first + k) for k in range(8)]
-        waits.append(Span(THREAD, start + 500 * US, start + 8 * MS, Cause.SYNC, line(51), "cudaMemcpyAsync"))
-        launched.append(Launch(first + 8, THREAD, start + 500 * US, start + 8 * MS, "cudaMemcpyAsync", line(51)))
+        waits.append(HostSpan(THREAD, start + 500 * US, start + 8 * MS, Cause.SYNC, line(51), "cudaMemcpyAsync"))
+        launched.append(LaunchCall(first + 8, THREAD, start + 500 * US, start + 8 * MS, "cudaMemcpyAsync", line(51)))
         read = ActivityKind.COPY, "Memcpy DtoH (Device -> Pageable)", first + 8, None, True
         activities.append(Activity(start + 8 * MS - US, start + 8 * MS, 0, *read))
-        steps.append(Step(start, start + 12 * MS))
+        steps.append(ProfiledStep(start, start + 12 * MS))
     recording = Recording(
         device="virtual", is_synchronous=False, end_ns=12 * MS * STEPS, thread=THREAD, steps=tuple(steps),
         spans=tuple(waits), activities=tuple(activities), launches=tuple(launched), library_roots=(LIBRARY,),
@@ -107,7 +107,7 @@ def test_read_by_a_blocking_copy_is_a_wait_as_others_are():
 def test_queue_that_launching_never_fills_is_launching_after_one_wait_too():
     recording = serial_recording(launches(400, 8 * US, 46), [2 * US] * 400, steps=STEPS)
     at = recording.steps[12].start_ns
-    found = analyse(replace(recording, spans=(Span(THREAD, at - 1, at, Cause.SYNC, line(51)),)))
+    found = analyse(replace(recording, spans=(HostSpan(THREAD, at - 1, at, Cause.SYNC, line(51)),)))
     assert found.leading.cause is Cause.LAUNCH
     assert found.idle_by_cause[Cause.SYNC] <= 8 * US
     assert found.recoverable[Cause.LAUNCH] == pytest.approx(0.75 * found.window_ns, rel=0.1)
@@ -134,10 +134,10 @@ def test_what_the_profiler_takes_is_no_time_of_the_run():
     recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=60)
     run_ns = recording.end_ns - recording.steps[0].end_ns + 9 * MS
     at = recording.steps[40].start_ns
-    recording = with_stall(recording, Span(THREAD, at, at + 9 * MS, Cause.IO))
+    recording = with_stall(recording, HostSpan(THREAD, at, at + 9 * MS, Cause.IO))
     at = recording.steps[50].start_ns
-    recording = with_stall(recording, Span(THREAD, at, at + 600 * MS, Cause.PROFILER))
-    within = Span(THREAD, at + MS, at + 500 * MS, Cause.GC, line(7))
+    recording = with_stall(recording, HostSpan(THREAD, at, at + 600 * MS, Cause.PROFILER))
+    within = HostSpan(THREAD, at + MS, at + 500 * MS, Cause.GC, line(7))
     found = analyse(replace(recording, spans=(*recording.spans, within)))
     rare = [row for row in found.rows if row.is_rare]
     assert [(row.cause, row.idle_ns) for row in rare] == [(Cause.IO, 9 * MS)]
@@ -147,7 +147,7 @@ def test_what_the_profiler_takes_is_no_time_of_the_run():
 def test_event_in_one_of_few_steps_of_a_window_is_not_scaled_up_by_them():
     recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=5)
     at = recording.steps[3].start_ns
-    recording = with_stall(recording, Span(THREAD, at, at + 900 * MS, Cause.IO))
+    recording = with_stall(recording, HostSpan(THREAD, at, at + 900 * MS, Cause.IO))
     found = analyse(replace(recording, end_ns=recording.end_ns + 90_000 * MS))  # the window is a part of the run
     assert [(row.share, row.is_rare) for row in found.rows if row.cause is Cause.IO] == [
         (pytest.approx(0.01, abs=1e-3), True)
@@ -158,7 +158,7 @@ def test_event_in_one_of_few_steps_of_a_window_is_not_scaled_up_by_them():
 def test_rare_event_that_waits_for_queued_kernels_first_costs_what_the_device_idles():
     recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=60)
     at = recording.steps[40].start_ns
-    recording = with_stall(recording, Span(THREAD, at, at + 9 * MS, Cause.IO))
+    recording = with_stall(recording, HostSpan(THREAD, at, at + 9 * MS, Cause.IO))
     early = replace(recording.spans[-1], start_ns=at - 18 * MS)
     waits = (span for span in recording.spans[:-1] if not early.start_ns <= span.end_ns <= at)
     found = analyse(replace(recording, spans=(*waits, early)))
@@ -180,7 +180,7 @@ def test_wait_with_work_queued_after_it_is_no_loss():
     recording = serial_recording(launches(4), [5 * MS] * 4, steps=STEPS)
     # The host waits for the first kernel of each step; three more are queued.
     ends = [each.end_ns for each in recording.activities[::4]]
-    waits = tuple(Span(THREAD, end - MS, end, Cause.SYNC, line(60)) for end in ends)
+    waits = tuple(HostSpan(THREAD, end - MS, end, Cause.SYNC, line(60)) for end in ends)
     found = analyse(replace(recording, spans=waits))
     assert found.idle_by_cause.get(Cause.SYNC, 0) == 0
 
@@ -252,7 +252,7 @@ def test_clean_run_with_jitter_raises_no_alarm(name, seed):
     segments = [(cause, jitter(length), place) for _ in range(25) for cause, length, place in host]
     recording = serial_recording(segments, [jitter(each) for _ in range(25) for each in kernels], steps=1)
     marks = [recording.end_ns * number // 25 for number in range(26)]
-    found = analyse(replace(recording, steps=tuple(Step(a, b) for a, b in pairwise(marks))))
+    found = analyse(replace(recording, steps=tuple(ProfiledStep(a, b) for a, b in pairwise(marks))))
     assert found.severity is Severity.HEALTHY, found.rows[:2]
 
 
@@ -262,8 +262,8 @@ def test_copy_that_nothing_hides_is_exposed_and_not_idle(late):
     for number in range(STEPS):
         start = now
         calls += [
-            Launch(2 * number, THREAD, now, now + 30 * MS - late, stack=line(33)),
-            Launch(2 * number + 1, THREAD, now + 30 * MS, now + 31 * MS),
+            LaunchCall(2 * number, THREAD, now, now + 30 * MS - late, stack=line(33)),
+            LaunchCall(2 * number + 1, THREAD, now + 30 * MS, now + 31 * MS),
         ]
         activities.append(
             Activity(
@@ -278,7 +278,7 @@ def test_copy_that_nothing_hides_is_exposed_and_not_idle(late):
         )
         activities.append(Activity(now + 31 * MS, now + 51 * MS, 0, launch=2 * number + 1))
         now += 51 * MS
-        steps.append(Step(start, now))
+        steps.append(ProfiledStep(start, now))
     recording = Recording(
         device="virtual", is_synchronous=False, end_ns=now, thread=THREAD, steps=tuple(steps),
         activities=tuple(activities), launches=tuple(calls), library_roots=(LIBRARY,),
@@ -335,12 +335,12 @@ def test_incomplete_recording_gets_no_diagnosis(spoil, why):
 def test_replays_of_one_graph_with_unlike_numbers_of_kernels_are_no_diagnosis():
     steps, activities, calls, now = [], [], [], 0
     for number in range(STEPS):
-        calls.append(Launch(number, THREAD, now, now + 10 * US, "cudaGraphLaunch"))
+        calls.append(LaunchCall(number, THREAD, now, now + 10 * US, "cudaGraphLaunch"))
         kernels = 9 if number % 2 else 10
         activities += [
             Activity(now + (20 + 10 * k) * US, now + (30 + 10 * k) * US, launch=number, graph=3) for k in range(kernels)
         ]
-        steps.append(Step(now, now + 200 * US))
+        steps.append(ProfiledStep(now, now + 200 * US))
         now += 200 * US
     recording = Recording(
         device="virtual", is_synchronous=False, end_ns=now, thread=THREAD, steps=tuple(steps),
@@ -402,7 +402,7 @@ def test_python_ends_at_the_next_launch_and_not_at_the_last_look_into_it():
 def test_rare_event_is_counted_over_the_run_and_not_scaled_up():
     recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=60)
     at = recording.steps[40].start_ns
-    found = analyse(with_stall(recording, Span(THREAD, at, at + 4 * MS, Cause.GC, line(7))))
+    found = analyse(with_stall(recording, HostSpan(THREAD, at, at + 4 * MS, Cause.GC, line(7))))
     row = next(row for row in found.rows if row.cause is Cause.GC)
     assert row.is_rare
     assert row.idle_ns == 4 * MS
@@ -412,7 +412,7 @@ def test_rare_event_is_counted_over_the_run_and_not_scaled_up():
 def test_one_compilation_is_no_fault_and_recompilations_are():
     recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [MS] * 4, steps=60)
     at = recording.steps[40].start_ns
-    recording = with_stall(recording, Span(THREAD, at, at + 100 * MS, Cause.COMPILE, line(8)))
+    recording = with_stall(recording, HostSpan(THREAD, at, at + 100 * MS, Cause.COMPILE, line(8)))
     assert analyse(recording).severity is not Severity.HIGH
     note = Note(Cause.COMPILE, at, Site(USER, 8), "size mismatch")
     found = analyse(replace(recording, notes=(note,)))
@@ -428,7 +428,7 @@ def test_on_a_cpu_operators_are_busy_and_a_python_loop_is_not():
             stack = line(70) if number < 4 else (Site("/x/torch/nn/linear.py", 9, "forward"), *line(71))
             samples.append(Sample(THREAD, now, now + 4 * MS, stack, 4 * MS, 0, number < 4))
             now += 4 * MS
-        steps.append(Step(start, now))
+        steps.append(ProfiledStep(start, now))
     found = analyse(Recording(end_ns=now, thread=THREAD, steps=tuple(steps), samples=tuple(samples)))
     assert found.idle_ns == len(found.steps) * 16 * MS
     assert found.leading.cause is Cause.PYTHON
@@ -442,9 +442,9 @@ def loop_with_loader_in_process(*, batch, busy, host):
     train = (Site("/usr/lib/python3/sgd.py", 7, "step"), *line(24))
     now, number, spans, activities, calls, marks = 0, 0, [], [], [], [0]
     for _ in range(STEPS):
-        spans.append(Span(THREAD, now, now + batch, Cause.IN_PROCESS, loop))
+        spans.append(HostSpan(THREAD, now, now + batch, Cause.IN_PROCESS, loop))
         now += batch
-        calls.append(Launch(number, THREAD, now, now + 10 * US))
+        calls.append(LaunchCall(number, THREAD, now, now + 10 * US))
         activities.append(Activity(now + 10 * US, now + 10 * US + busy, launch=number))
         number, now = number + 1, now + host
         marks.append(now)
@@ -455,7 +455,7 @@ def loop_with_loader_in_process(*, batch, busy, host):
         last = at
     return Recording(
         device="virtual", is_synchronous=False, end_ns=now, thread=THREAD, library_roots=(LIBRARY,),
-        steps=tuple(Step(a, b) for a, b in pairwise(marks)), spans=tuple(spans), samples=tuple(looks),
+        steps=tuple(ProfiledStep(a, b) for a, b in pairwise(marks)), spans=tuple(spans), samples=tuple(looks),
         activities=tuple(activities), launches=tuple(calls),
     )  # fmt: skip
 
@@ -523,9 +523,9 @@ def test_what_runs_a_script_is_no_line_of_it():
 
 @pytest.mark.parametrize(("num_looks", "num_hooked", "is_told"), [(4, 0, False), (5, 0, True), (0, 6, True)])
 def test_run_too_short_for_looks_has_no_diagnosis_unless_hooks_tell(num_looks, num_hooked, is_told):
-    steps = tuple(Step(at * MS, (at + 1) * MS) for at in range(12))
+    steps = tuple(ProfiledStep(at * MS, (at + 1) * MS) for at in range(12))
     looks = tuple(Sample(THREAD, at * MS, (at + 1) * MS, line(5), MS, 0, True) for at in range(11 - num_looks, 11))
-    spans = tuple(Span(THREAD, at * MS, (at + 1) * MS, Cause.IN_PROCESS, line(6)) for at in range(12)[-num_hooked:])
+    spans = tuple(HostSpan(THREAD, at * MS, (at + 1) * MS, Cause.IN_PROCESS, line(6)) for at in range(12)[-num_hooked:])
     spans = spans if num_hooked else ()
     found = analyse(Recording(thread=THREAD, end_ns=12 * MS, steps=steps, samples=looks, spans=spans))
     assert (found.severity is not Severity.UNRELIABLE) == is_told
@@ -536,7 +536,7 @@ def test_run_too_short_for_looks_has_no_diagnosis_unless_hooks_tell(num_looks, n
 def test_checkpoint_with_collections_within_is_counted_once():
     recording = serial_recording([*launches(4), (Cause.IO, 30 * MS, 44)], [5 * MS] * 4, steps=STEPS)
     save = next(span for span in recording.spans if span.start_ns > recording.steps[20].start_ns)
-    gc = Span(THREAD, save.start_ns + MS, save.start_ns + 2 * MS, Cause.GC, line(44))
+    gc = HostSpan(THREAD, save.start_ns + MS, save.start_ns + 2 * MS, Cause.GC, line(44))
     row = next(row for row in analyse(replace(recording, spans=(save, gc))).rows if row.cause is Cause.IO)
     assert (row.is_rare, row.num_steps) == (True, 1)
 
@@ -550,7 +550,7 @@ def test_long_waits_in_few_steps_are_told_by_the_step():
         for start in range(now, now + length, 3 * MS):
             ran = 0 if state is Asleep.CALL else 3 * MS
             looks.append(Sample(THREAD, start, start + 3 * MS, stack, ran, 0, False, ran, (), 0, state))
-        steps.append(Step(now, now := now + length))
+        steps.append(ProfiledStep(now, now := now + length))
     found = analyse(Recording(end_ns=now, thread=THREAD, steps=tuple(steps), samples=tuple(looks)))
     assert "5 of 50 steps, 300 ms each" in to_text(found)
 
@@ -565,7 +565,7 @@ def test_processors_that_others_take_are_told_from_ones_own_threads(ran, num_wor
         )
         for at in range(100)
     ]
-    steps = tuple(Step(at * MS, (at + 5) * MS) for at in range(0, 100, 5))
+    steps = tuple(ProfiledStep(at * MS, (at + 5) * MS) for at in range(0, 100, 5))
     facts = {"loaders": (Loader(num_workers, num_batches=20),), "num_cores": 2, "end_ns": 100 * MS, "thread": THREAD}
     found = analyse(Recording(steps=steps, samples=tuple(looks), **facts))
     assert found.leading.cause is Cause.DESCHEDULED
@@ -584,7 +584,7 @@ def test_run_without_steps_is_judged_as_a_whole_where_enough_was_seen(num_looks,
         )
         for at in range(num_looks)
     )
-    slices = tuple(Step(at * num_looks * MS // 20, (at + 1) * num_looks * MS // 20) for at in range(20))
+    slices = tuple(ProfiledStep(at * num_looks * MS // 20, (at + 1) * num_looks * MS // 20) for at in range(20))
     facts = {
         "thread": THREAD,
         "end_ns": num_looks * MS,
@@ -653,7 +653,7 @@ def test_of_the_collector_what_garbage_takes_is_not_promised(stays, severity):
 def test_of_a_rare_collection_what_garbage_takes_is_not_promised(stays, severity):
     recording = serial_recording([*launches(4), (Cause.SYNC, 0, 9)], [5 * MS] * 4, steps=60)
     at = recording.steps[40].start_ns
-    recording = with_stall(recording, Span(THREAD, at, at + 130 * MS, Cause.GC, line(45)))
+    recording = with_stall(recording, HostSpan(THREAD, at, at + 130 * MS, Cause.GC, line(45)))
     spans = (replace(s, stays_ns=stays * MS) if s.cause is Cause.GC else s for s in recording.spans)
     assert analyse(replace(recording, spans=tuple(spans))).severity is severity
 
@@ -677,7 +677,7 @@ def test_evaluation_within_the_loop_is_told_with_its_line(every, below, told):
                 operator = Site("/x/torch/nn/linear.py", 9, "forward")
                 looks.append(Sample(THREAD, now, now + MS, (operator, *stack), MS, 0, False))
                 now += MS
-        steps.append(Step(start, now))
+        steps.append(ProfiledStep(start, now))
     found = analyse(
         Recording(end_ns=now, thread=THREAD, steps=tuple(steps), samples=tuple(looks), library_roots=(LIBRARY,))
     )

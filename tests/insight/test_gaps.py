@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millstream.insight import Asleep, Cause, Recording, Sample, Severity, Span, analyse
+from millstream.insight import Asleep, Cause, HostSpan, Recording, Sample, Severity, analyse
 from millstream.insight.gaps import attribute, find_gaps
 from millstream.insight.host import doings, host_pieces
 from millstream.insight.intervals import complement, flatten, intersect, total, union
@@ -149,7 +149,7 @@ def test_python_too_short_to_be_interrupted_is_told_of_and_is_not_healthy(python
 
 def test_what_comes_after_the_last_look_is_as_that_was_unless_it_is_long():
     looks = (Sample(THREAD, 0, 5, line(1), 5, 0, True), Sample(THREAD, 5, 9, line(2), 4, 0, True))
-    spans = (Span(THREAD, 9, 12, Cause.IO, line(3)),)
+    spans = (HostSpan(THREAD, 9, 12, Cause.IO, line(3)),)
     recording = Recording(end_ns=20, thread=THREAD, samples=looks, spans=spans)
     assert [(each.start_ns, each.end_ns, each.stack) for each in doings(recording)][1:] == [
         (5, 9, line(2)),
@@ -162,7 +162,7 @@ def test_what_comes_after_the_last_look_is_as_that_was_unless_it_is_long():
 def test_looks_that_come_too_late_for_short_operators_tell_that_the_thread_ran(held_us):
     # A loop that waits 4 ms for data and then calls operators for 1 ms, between which no look gets the interpreter.
     waits = ((1000 * at, 1000 * (at + 4000)) for at in range(0, 3_000_000, 5000))
-    spans = [Span(THREAD, start, end, Cause.IN_PROCESS, line(3)) for start, end in waits]
+    spans = [HostSpan(THREAD, start, end, Cause.IN_PROCESS, line(3)) for start, end in waits]
     looks = [  # the next wait has begun by 0.1 ms
         Sample(THREAD, at, at + 20 * MS, line(3), MS, 0, None, MS, (), 0, None, (1000 * held_us,))
         for at in range(MS // 10, 3000 * MS, 20 * MS)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from millstream.insight import ActivityKind, Cause, Recording, Severity, Step, analyse
+from millstream.insight import ActivityKind, Cause, ProfiledStep, Recording, Severity, analyse
 from millstream.insight.profiler.kineto import read_trace
-from millstream.trace.device import Recorded
+from millstream.trace.device_profile import Recorded
 
 BASE = 1_000_000_000
 
@@ -81,7 +81,7 @@ def test_steps_within_the_window_get_a_diagnosis():
         events.append(event("cuda_runtime", "cudaLaunchKernel", at + 10, 5, correlation=number))
         events.append(event("kernel", "k", at + 20, 300, stream=7, correlation=number))
         events.append(event("cuda_runtime", "cudaMalloc", at + 400, 500, correlation=1000 + number))
-        steps.append(Step(BASE + round(at * 1000), BASE + round(at * 1000) + 1_000_000))
+        steps.append(ProfiledStep(BASE + round(at * 1000), BASE + round(at * 1000) + 1_000_000))
     recording = Recorded(read_trace(trace_of(*events)), "virtual").add_to(
         Recording(start_ns=BASE, end_ns=steps[-1].end_ns, thread=3, steps=tuple(steps)), 0
     )

@@ -19,7 +19,7 @@ from millstream.data_parallel.exchange import Exchange
 from millstream.errors import ArgumentError
 from millstream.insight import Cause, Severity
 from millstream.insight.ranks import merge
-from millstream.report.idle import ranks as report
+from millstream.report.idle import several_ranks as report
 from tests.clocks import HANG_S
 
 MS = 1_000_000

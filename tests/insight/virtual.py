@@ -6,7 +6,18 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from millstream.insight import Activity, Asleep, Cause, Launch, Recording, Sample, Site, Span, Step, StreamWait
+from millstream.insight import (
+    Activity,
+    Asleep,
+    Cause,
+    HostSpan,
+    LaunchCall,
+    ProfiledStep,
+    Recording,
+    Sample,
+    Site,
+    StreamWait,
+)
 from millstream.insight.records import State
 from millstream.trace.agenda import Agenda
 
@@ -29,7 +40,9 @@ def recordings(draw, end=240):
         return start, min(start + draw(st.integers(0, most)), end)
 
     spans = [
-        Span(draw(st.sampled_from((THREAD, THREAD, 8))), *interval(), draw(st.sampled_from(SPAN_CAUSES)), line(number))
+        HostSpan(
+            draw(st.sampled_from((THREAD, THREAD, 8))), *interval(), draw(st.sampled_from(SPAN_CAUSES)), line(number)
+        )
         for number in range(draw(st.integers(0, 6)))
     ]
     looks = sorted(draw(st.sets(st.integers(0, end), max_size=12)))
@@ -52,7 +65,7 @@ def recordings(draw, end=240):
     activities, launches = [], []
     for number in range(draw(st.integers(0, 8))):
         start, over = interval(12)
-        launches.append(Launch(number, draw(st.sampled_from((THREAD, 8))), start, over, stack=line(200 + number)))
+        launches.append(LaunchCall(number, draw(st.sampled_from((THREAD, 8))), start, over, stack=line(200 + number)))
         for _ in range(draw(st.integers(0, 2))):
             begin = min(start + draw(st.integers(0, 30)), end)
             graph = draw(st.sampled_from((None, None, 1, 2)))
@@ -66,7 +79,7 @@ def recordings(draw, end=240):
         start_ns=0,
         end_ns=end,
         thread=THREAD,
-        steps=tuple(Step(at, at + 20) for at in range(0, end, 20)),
+        steps=tuple(ProfiledStep(at, at + 20) for at in range(0, end, 20)),
         spans=tuple(spans),
         samples=tuple(samples),
         activities=tuple(sorted(activities, key=lambda each: each.start_ns)),
@@ -127,7 +140,7 @@ def with_stall(recording, span):
     return replace(
         recording,
         end_ns=recording.end_ns + length,
-        steps=tuple(Step(late(step.start_ns), late(step.end_ns)) for step in recording.steps),
+        steps=tuple(ProfiledStep(late(step.start_ns), late(step.end_ns)) for step in recording.steps),
         spans=(*map(moved, recording.spans), span),
         samples=tuple(map(moved, recording.samples)),
         activities=tuple(map(moved, recording.activities)),
@@ -153,7 +166,7 @@ def serial_recording(host, kernels, *, steps, **facts):
             start = now
             if cause is None:
                 now += length
-                launches.append(Launch(number, THREAD, start, now, stack=line(place)))
+                launches.append(LaunchCall(number, THREAD, start, now, stack=line(place)))
                 begin = max(device, now)
                 device = begin + next(lengths)
                 activities.append(Activity(begin, device, launch=number))
@@ -166,7 +179,7 @@ def serial_recording(host, kernels, *, steps, **facts):
             if cause is Cause.PYTHON:
                 samples.append(Sample(THREAD, start, now, line(place), now - start, 0, True))
             else:
-                spans.append(Span(THREAD, start, now, cause, line(place)))
+                spans.append(HostSpan(THREAD, start, now, cause, line(place)))
         marks.append(now)
     return Recording(
         device="virtual",
@@ -174,7 +187,7 @@ def serial_recording(host, kernels, *, steps, **facts):
         start_ns=0,
         end_ns=max(now, device),
         thread=THREAD,
-        steps=tuple(Step(a, b) for a, b in itertools.pairwise(marks)),
+        steps=tuple(ProfiledStep(a, b) for a, b in itertools.pairwise(marks)),
         spans=tuple(spans),
         samples=tuple(samples),
         activities=tuple(activities),
@@ -231,7 +244,7 @@ def looked_at(loop, dice, *, num_looks, mean_us, spins):
         samples.append(Sample(THREAD, 1000 * latest, 1000 * now, stack, ran, 0, None, process, (), ready, asleep))
         latest = now
     truth = {(each[0], each[2]): 1000 * part for each, part in zip(loop, spent(latest), strict=True)}
-    steps = tuple(Step(1000 * at, 1000 * (at + length)) for at in range(0, latest - length, length))
+    steps = tuple(ProfiledStep(1000 * at, 1000 * (at + length)) for at in range(0, latest - length, length))
     return Recording(end_ns=1000 * latest, thread=THREAD, steps=steps, samples=tuple(samples)), truth
 
 
@@ -249,6 +262,6 @@ def interrupted(python, compute, dice, *, num_looks, interval_us=4000, look_us=5
             Sample(THREAD, 1000 * latest, 1000 * now, stack, ran, held[0], None, ran, (), 0, Asleep.AWAKE, held)
         )
         latest = now
-    steps = tuple(Step(1000 * at, 1000 * (at + length)) for at in range(0, latest - length, length))
+    steps = tuple(ProfiledStep(1000 * at, 1000 * (at + length)) for at in range(0, latest - length, length))
     roots = ("/x/torch/",)
     return Recording(end_ns=1000 * latest, thread=THREAD, steps=steps, samples=tuple(samples), library_roots=roots)

@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.device import context
-from millstream.engine.source import compile_plan
+from millstream.engine.plan_source import compile_plan
 from millstream.kernels import cudnn, launches, nodes, registry
 from millstream.kernels.conv2d import channels, conv2d, conv2d_writer, split_k
 from millstream.kernels.conv2d.conv2d import CONVOLVE
 from millstream.kernels.depthwise import depthwise
 from millstream.kernels.depthwise.depthwise import CONVOLVE_DEPTHWISE
-from millstream.kernels.weights import conversions, weights
+from millstream.kernels.weights import weight_layouts, weights
 from millstream.kernels.weights.weights import CONVERT
 from millstream.schedule import plan_graph, plan_serial
 from tests.networks import lowered
@@ -134,7 +134,7 @@ def own_kernels(pretended_gpu, monkeypatch):
             alone=by_name[grouping.alone.__name__], launches=None, together=by_name[grouping.together.__name__]
         ),
     )
-    for module in (channels, conversions, conv2d, depthwise):
+    for module in (channels, weight_layouts, conv2d, depthwise):
         monkeypatch.setattr(module, "_DTYPES", (torch.double,))
     return called
 

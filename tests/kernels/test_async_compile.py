@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from millstream.kernels import launches, registry
-from millstream.kernels.launches import Launch, compiling, pointers
+from millstream.kernels.launches import TritonLaunch, compiling, pointers
 from tests.kernels.stand_ins import graph_of, pretended_gpu  # noqa: F401
 
 
@@ -57,7 +57,7 @@ def mode(monkeypatch):
 
 def launch(kernel, number=3, dtype=torch.half, many=1, **constants):
     tensor = torch.empty(number, dtype=dtype)
-    return Launch(kernel, (number, 1, 1), (pointers([tensor] * many), number, 0.5), {"TILE": 16, **constants})
+    return TritonLaunch(kernel, (number, 1, 1), (pointers([tensor] * many), number, 0.5), {"TILE": 16, **constants})
 
 
 def test_each_variant_is_compiled_once_and_elsewhere():
@@ -79,7 +79,7 @@ def test_each_variant_is_compiled_once_and_elsewhere():
 
 def test_numbers_in_tuples_make_no_variant():
     kernel, tensors = Kernel(), pointers([torch.empty(3)])
-    launches = [Launch(kernel, (1, 1, 1), (tensors, numbers), {}) for numbers in ((5, 7), (9, 5), (5, 7, 9, 9))]
+    launches = [TritonLaunch(kernel, (1, 1, 1), (tensors, numbers), {}) for numbers in ((5, 7), (9, 5), (5, 7, 9, 9))]
     with compiling(launches):
         pass
     assert sorted(len(numbers) for _, ((_, numbers), _, _) in kernel.compiled) == [2, 4]

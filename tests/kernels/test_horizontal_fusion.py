@@ -17,7 +17,7 @@ from millstream.kernels.depthwise import depthwise
 from millstream.kernels.depthwise.depthwise import Depthwise
 from millstream.kernels.family import Grouping
 from millstream.kernels.horizontal_fusion import MOST_TOGETHER, fuse_horizontally
-from millstream.program import Call, Program, Value
+from millstream.program import KernelCall, Program, Value
 from tests.kernels.stand_ins import own_kernels, pretended_gpu, run_everywhere, use_groupings
 from tests.networks import assert_close
 from tests.properties.strategies import graphs
@@ -63,9 +63,9 @@ def one_family(request, monkeypatch):
 def program_of(graph, kinds):
     """A program in which some kernels are convolutions, each of a kind and with a window of its own."""
     calls = tuple(
-        Call(alone, (kind, (window,), kernel.id), {"out": Value(kernel.writes[0])})
+        KernelCall(alone, (kind, (window,), kernel.id), {"out": Value(kernel.writes[0])})
         if kind is not None and kernel.writes and not kernel.allocates
-        else Call(print, (kernel.id,), {})
+        else KernelCall(print, (kernel.id,), {})
         for kernel, (kind, window) in zip(graph.kernels, kinds, strict=True)
     )
     return Program(graph, calls, (), (), {}, {}, {}, frozenset(), frozenset(), {})

@@ -16,7 +16,7 @@ from millstream.graph import Role, derive_dependencies, validate_graph
 from millstream.kernels.conv2d import conv2d, split_k
 from millstream.kernels.conv2d.conv2d_tiles import choose_splits
 from millstream.kernels.conv2d.split_k import split_long_sums
-from millstream.program import Call, Layout, Program, Value
+from millstream.program import KernelCall, Program, TensorLayout, Value
 from millstream.schedule import plan_graph, plan_serial
 from tests.kernels.stand_ins import own_kernels, pretended_gpu, run_everywhere
 from tests.networks import assert_close
@@ -90,16 +90,20 @@ def program_of(graph, seed):
     rng = random.Random(seed)
     calls = []
     for kernel in graph.kernels:
-        call = Call(print, (kernel.id,), {})
+        call = KernelCall(print, (kernel.id,), {})
         if len(kernel.reads) >= 2 and kernel.writes and not kernel.allocates and rng.random() < 0.7:
             image, weight, *others = map(Value, kernel.reads)
             addend = others[0] if others else None
             one = (image, weight, None, addend, kernel.id, rng.random() < 0.6, [1, 1], [0, 0])
             out = Value(kernel.writes[0])
             is_alone = rng.random() < 0.5
-            call = Call(alone, one, {"out": out}) if is_alone else Call(together, ((*one, out), (*one, out)), {})
+            call = (
+                KernelCall(alone, one, {"out": out})
+                if is_alone
+                else KernelCall(together, ((*one, out), (*one, out)), {})
+            )
         calls.append(call)
-    layout = Layout((5,), (1,), torch.half, torch.device("cpu"))
+    layout = TensorLayout((5,), (1,), torch.half, torch.device("cpu"))
     tensors = {buffer.id: layout for buffer in graph.buffers}
     return Program(graph, tuple(calls), (), (), {}, {}, {}, frozenset(), frozenset(), tensors)
 
@@ -107,7 +111,7 @@ def program_of(graph, seed):
 def values_of(tree):
     if isinstance(tree, Value):
         return {tree.name}
-    if isinstance(tree, Call):
+    if isinstance(tree, KernelCall):
         return values_of((tree.args, tree.kwargs.values()))
     return set().union(*map(values_of, tree)) if not isinstance(tree, (str, int)) and tree is not None else set()
 

@@ -13,8 +13,8 @@ from millstream.kernels import horizontal_fusion
 from millstream.kernels.conv2d.channels import align_channels
 from millstream.kernels.horizontal_fusion import MOST_CONVERTED_BYTES, MOST_TOGETHER
 from millstream.kernels.nodes import arguments_of
-from millstream.kernels.weights import conversions, weights
-from millstream.kernels.weights.conversions import take_conversions
+from millstream.kernels.weights import weight_layouts, weights
+from millstream.kernels.weights.weight_layouts import take_conversions
 from millstream.kernels.weights.weights import CONVERT, Conversion
 from tests.kernels.stand_ins import own_kernels, pretended_gpu, run_everywhere
 from tests.kernels.test_channels import CONVOLUTION, DOUBLE, Net, anywhere, changed
@@ -28,8 +28,8 @@ TYPE = torch.ops.prims.convert_element_type.default
 @pytest.fixture(autouse=True)
 def ours(monkeypatch):
     """Take every device for one where our kernels can be had."""
-    monkeypatch.setattr(conversions, "may_be_ours", lambda weight: True)
-    monkeypatch.setattr(conversions, "_DTYPES", (DOUBLE, torch.float))
+    monkeypatch.setattr(weight_layouts, "may_be_ours", lambda weight: True)
+    monkeypatch.setattr(weight_layouts, "_DTYPES", (DOUBLE, torch.float))
 
 
 def taken(function, *convolutions, layout=torch.contiguous_format, dtype=DOUBLE):
@@ -65,7 +65,7 @@ def test_what_is_ready_or_large_stays(convolution, layout):
 
 
 def test_without_our_kernels_all_stay(monkeypatch):
-    monkeypatch.setattr(conversions, "may_be_ours", lambda weight: False)
+    monkeypatch.setattr(weight_layouts, "may_be_ours", lambda weight: False)
     assert CONVERT not in targets(taken(lambda x, a: a(x), conv()))
 
 

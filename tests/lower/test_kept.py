@@ -25,7 +25,7 @@ from torch.utils._sympy import functions
 import millstream as ms
 import millstream.lower.compile as compiling
 from millstream import cache
-from millstream._torch.compiler.expressions import decode_expression, encode_expression
+from millstream._torch.compiler.size_expressions import decode_expression, encode_expression
 from millstream._torch.workarounds import without
 from millstream.lower.kept import key
 from tests.clocks import HANG_S
@@ -371,7 +371,7 @@ def test_what_others_can_write_is_not_read(folder, whose):
 
 def test_switched_off_nothing_is_found_and_nothing_waits(folder, monkeypatch):
     monkeypatch.setenv("MILLSTREAM_WARM_START", "0")
-    monkeypatch.setattr("millstream.lower.kept.records.file_lock", fail_with(errno.EDEADLK))
+    monkeypatch.setattr("millstream.lower.kept.program_files.file_lock", fail_with(errno.EDEADLK))
     monkeypatch.setattr(compiling, "compile_fx", compile_fx)
     monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
     with lowered_anew():
@@ -500,7 +500,7 @@ def test_one_process_lowers_and_others_wait(kept, folder, monkeypatch, has_lower
 def test_who_is_kept_waiting_for_too_long_lowers(kept, folder, monkeypatch):
     monkeypatch.setattr(compiling, "compile_fx", compile_fx)
     monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
-    monkeypatch.setattr("millstream.lower.kept.records.PATIENCE_S", 0.05)
+    monkeypatch.setattr("millstream.lower.kept.program_files.PATIENCE_S", 0.05)
     fcntl = pytest.importorskip("fcntl")
     with contextlib.ExitStack() as stack:
         for path in list(folder.iterdir()):

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from millstream._torch.distributed.collectives import EXCHANGE, register_exchange
-from millstream.data_parallel.exchange import Memory
+from millstream.data_parallel.exchange import ExchangeMemory
 from millstream.lower.segments import cut
 from millstream.lower.updates import updates_of
 
@@ -19,7 +19,7 @@ class Doubling:
 
     def __init__(self, *like, log, memory=None):
         self.memory = torch.empty(sum(each.numel() for each in like), dtype=like[0].dtype) if memory is None else memory
-        self.held = Memory(self.memory)
+        self.held = ExchangeMemory(self.memory)
         parts = self.memory.split([each.numel() for each in like])
         self.sent = self.views = [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
         self.key, self.log = register_exchange(self), log

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.device.pools import streams
+from millstream.device.pools import stream_pool
 from millstream.errors import ArgumentError
 from tests.device.virtual_device import make_virtual_context
 from tests.manual.virtual_torch import VirtualTorch
@@ -79,7 +79,7 @@ def test_no_memory_for_a_workspace_means_one_stream(machine, workspace):
 
 def test_no_streams_left_means_one_stream(machine, monkeypatch):
     context, _, _ = machine
-    monkeypatch.setattr(streams, "MAX_LENT_STREAMS", 0)
+    monkeypatch.setattr(stream_pool, "MAX_LENT_STREAMS", 0)
     with ms.aux_streams(2, context) as (main, aux):
         assert main is aux
 

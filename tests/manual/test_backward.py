@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import millstream as ms
 from millstream.errors import ArgumentError
-from millstream.manual import backward
+from millstream.manual import dual_backward
 from tests.device.virtual_device import make_virtual_context
 from tests.manual.virtual_torch import VirtualTorch
 
@@ -67,7 +67,7 @@ def test_autocast_is_pytorchs():
             loss = F.cross_entropy(model(x), torch.tensor([0, 1]))
         sides.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     assert agree(*sides)
-    assert type(model[0]) is backward.DualConv2d
+    assert type(model[0]) is dual_backward.DualConv2d
 
 
 def test_gradients_of_gradients():
@@ -78,7 +78,7 @@ def test_gradients_of_gradients():
 
 def test_layers_are_copied_saved_and_given_back():
     layer = ms.dual_stream_backward(nn.Conv2d(2, 3, 3))
-    assert type(pickle.loads(pickle.dumps(layer))) is backward.DualConv2d
+    assert type(pickle.loads(pickle.dumps(layer))) is dual_backward.DualConv2d
     assert layer.state_dict().keys() == nn.Conv2d(2, 3, 3).state_dict().keys()
     assert type(ms.dual_stream_backward(layer, enabled=False)) is nn.Conv2d
 
@@ -107,11 +107,11 @@ def beside(monkeypatch):
 
     def run(mood, function, *values, most_pending=4):
         context, device = make_virtual_context(mood, seed=2)
-        sides = backward._Sides()
-        side = backward._Side(context, device.default)
+        sides = dual_backward._Sides()
+        side = dual_backward._Side(context, device.default)
         monkeypatch.setattr(sides, "find", lambda x: side)
-        monkeypatch.setattr(backward, "_sides", sides)
-        monkeypatch.setattr(backward, "MOST_PENDING", most_pending)
+        monkeypatch.setattr(dual_backward, "_sides", sides)
+        monkeypatch.setattr(dual_backward, "MOST_PENDING", most_pending)
         with VirtualTorch(device) as virtual:
             results = function(*[virtual.tensor(value) for value in values])
             device.default.wait_event(recorded(context, side.stream))  # as autograd does at the end
@@ -137,7 +137,7 @@ def test_layers_one_after_another_on_two_streams(mood, most_pending, beside):
         weights = [weight.requires_grad_() for weight in weights]
         y = x
         for weight in weights:
-            y = torch.tanh(backward._apply(backward._Linear, y, weight, None))
+            y = torch.tanh(dual_backward._apply(dual_backward._Linear, y, weight, None))
         return torch.autograd.grad(y.square().sum(), [x, *weights])
 
     expected_weights = [value.clone().requires_grad_() for value in values]
@@ -153,8 +153,8 @@ def test_layers_one_after_another_on_two_streams(mood, most_pending, beside):
 def test_short_memory_computes_one_after_the_other(beside):
     def train(x, weight):
         x, weight = x.requires_grad_(), weight.requires_grad_()
-        y = backward._apply(backward._Linear, x, weight, None)
-        side = backward._sides.find(x)
+        y = dual_backward._apply(dual_backward._Linear, x, weight, None)
+        side = dual_backward._sides.find(x)
         allocate, main = side.context._driver.allocate, side.main
 
         def refuse(num_bytes):

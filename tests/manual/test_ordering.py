@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from millstream.check import find_races
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Launch, Plan, Record, Role, Wait
-from millstream.manual.ordering import Memory, Ordering
+from millstream.manual.ordering import Ordering, TrackedStorage
 
 NUM_MEMORIES = 4
 USES = st.tuples(
@@ -33,7 +33,7 @@ class Issued:
 
     def __init__(self):
         self.ordering = Ordering()
-        self.memories = [Memory() for _ in range(NUM_MEMORIES)]
+        self.memories = [TrackedStorage() for _ in range(NUM_MEMORIES)]
         self.steps, self.kernels = [], []
         self.groups, self.events = [], {}
         self.launch(0, [], ["before"])  # what the caller issued before the fork
@@ -124,7 +124,7 @@ def test_every_wait_is_needed(events):
     [(("reads",), ("reads",)), (("reads",), ("writes",)), (("writes",), ("reads",)), (("writes",), ("writes",))],
 )
 def test_conflicting_uses_are_ordered_and_others_are_not(first, second):
-    ordering, memory = Ordering(), Memory(0)
+    ordering, memory = Ordering(), TrackedStorage(0)
     one, other = ordering.add_stream(), ordering.add_stream()
     ordering.fork(0, [one, other])
 
@@ -138,7 +138,7 @@ def test_conflicting_uses_are_ordered_and_others_are_not(first, second):
 
 
 def used_away_from_home(home=1):
-    ordering, memory = Ordering(), Memory(home)
+    ordering, memory = Ordering(), TrackedStorage(home)
     one, other = ordering.add_stream(), ordering.add_stream()
     ordering.fork(0, [one, other])
     ordering.use(one, [], [])
@@ -156,7 +156,7 @@ def test_what_is_used_away_from_home_is_held():
 
 def test_held_memory_goes_when_its_home_comes_after():
     ordering, memory, one, other = used_away_from_home()
-    written_there = Memory(other)
+    written_there = TrackedStorage(other)
     ordering.use(other, [], [written_there])
     ordering.use(one, [written_there])
     assert memory in ordering.release()
@@ -182,7 +182,7 @@ def test_memory_of_unknown_home_is_held_until_the_host_has_seen_the_end():
 
 
 def test_what_is_used_at_home_alone_is_not_held():
-    ordering, memory = Ordering(), Memory(0)
+    ordering, memory = Ordering(), TrackedStorage(0)
     ordering.use(0, [memory], [])
     assert not ordering.held
 

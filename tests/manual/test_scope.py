@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import millstream as ms
-from millstream.device.pools import streams
+from millstream.device.pools import stream_pool
 from millstream.errors import ArgumentError, DeviceError, StreamError
-from millstream.manual import issuing, session, storages
+from millstream.manual import issuing, storages, thread_streams
 from millstream.manual.hints import HintedScope
-from millstream.manual.operators import Effect, find_function, recipe_of
+from millstream.manual.operator_rules import Effect, find_function, recipe_of
 from millstream.manual.ordering import Ordering
 from millstream.manual.scope import SerialScope
 from tests.device.virtual_device import make_virtual_context
@@ -158,7 +158,7 @@ def test_exception_in_a_branch_joins_the_others_and_surfaces_once(machine):
     [
         *((Ordering, "add_stream", nth) for nth in (1, 2, 3)),
         *((Ordering, name, nth) for name in ("fork", "join", "use", "make") for nth in (1, 2)),
-        *((session.Session, name, nth) for name in ("take", "give_back") for nth in (1, 2)),
+        *((thread_streams.ThreadStreams, name, nth) for name in ("take", "give_back") for nth in (1, 2)),
     ],
 )
 def test_interrupted_scope_leaves_nothing(where, name, nth, machine, monkeypatch):
@@ -221,7 +221,7 @@ def test_no_number_of_a_stream(index, machine):
 
 def test_more_groups_than_there_are_streams(machine, monkeypatch):
     context, device, _ = machine
-    monkeypatch.setattr(streams, "MAX_LENT_STREAMS", 4)
+    monkeypatch.setattr(stream_pool, "MAX_LENT_STREAMS", 4)
 
     def nest(depth):
         with ms.streams(2, context) as s, s[1]:
@@ -236,7 +236,7 @@ def test_more_groups_than_there_are_streams(machine, monkeypatch):
 
 def test_idle_streams_go_to_whom_needs_them(machine, monkeypatch):
     context, _, virtual = machine
-    monkeypatch.setattr(streams, "MAX_LENT_STREAMS", 4)
+    monkeypatch.setattr(stream_pool, "MAX_LENT_STREAMS", 4)
     a = virtual.tensor([1.0])
     for base in range(6):
         with context.on(context.streams[base]), ms.streams(4, context) as s:

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from millstream._torch.operators import hide_operators
-from millstream.manual.operators import Effect, recipe_of
+from millstream._torch.dispatcher import hide_operators
+from millstream.manual.operator_rules import Effect, recipe_of
 
 
 class VirtualTorch(TorchDispatchMode):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 import millstream as ms
 from millstream._torch.distributed.collectives import EXCHANGE, exchange_of
-from millstream._torch.distributed.communicators import new_communicator
+from millstream._torch.distributed.group_copies import new_communicator
 from millstream.capture import Step
 from millstream.data_parallel import exchange
 from millstream.data_parallel.roll_call import OverNetwork

@@ -129,9 +129,9 @@ def main(rank, size, store, backend):
 
     torch.set_num_threads(1)
     if PROGRAMS in os.environ:
-        from millstream.lower.kept import records
+        from millstream.lower.kept import program_files
 
-        records.cache_folder = lambda: Path(os.environ[PROGRAMS])
+        program_files.cache_folder = lambda: Path(os.environ[PROGRAMS])
     if backend == "nccl":
         checks.DEVICE = torch.device("cuda", rank)
         torch.cuda.set_device(rank)

@@ -18,7 +18,7 @@ from millstream.data_parallel.agreement import NO, Agreement, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
 from millstream.data_parallel.hyperparameters import NOT_KNOWN, Hyperparameters, differing, marks_differ, optimizers_of
 from millstream.engine.parallel import lockstep
-from millstream.engine.parallel.communicators import choose_communicator
+from millstream.engine.parallel.communicator_trial import choose_communicator
 from millstream.engine.parallel.lockstep import LockstepTrials, propose_together, recall_together, together
 from millstream.engine.planning import trial
 from millstream.errors import ArgumentError, DataParallelError

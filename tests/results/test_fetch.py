@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.data import register
-from millstream.data.transfer.layout import view_leaf
+from millstream.data.transfer.batch_layout import view_leaf
 from millstream.device import Place, StreamMarker
 from millstream.errors import ArgumentError, DeviceError, FeedError
 from millstream.results import fetch, fetch_each

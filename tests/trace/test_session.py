@@ -18,7 +18,7 @@ import millstream as ms
 from millstream.errors import ArgumentError
 from millstream.insight import Cause
 from millstream.insight.host import spans_of
-from millstream.trace import Session, frames
+from millstream.trace import ProfiledRun, frames
 from millstream.trace.log import Log
 from millstream.trace.sampler import MAX_THREADS, Look, Sampler, ThreadLook, cpu_ns_of_threads
 
@@ -184,8 +184,8 @@ def test_processes_that_do_the_work_are_told_of():
 
 def test_gpu_that_is_not_used_is_not_touched(monkeypatch):
     # A script may set CUDA_VISIBLE_DEVICES, or fork processes that use the GPU, as long as nobody has initialized CUDA.
-    monkeypatch.setattr("millstream.trace.session.has_gpu", lambda: True)
-    monkeypatch.setattr("millstream.trace.hooks.has_gpu", lambda: True)
+    monkeypatch.setattr("millstream.trace.profiled_run.has_gpu", lambda: True)
+    monkeypatch.setattr("millstream.trace.watchers.has_gpu", lambda: True)
     for name in ("_lazy_init", "synchronize", "get_device_name"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} was called"))
     before = look()
@@ -257,7 +257,7 @@ class Compiler:
 
 def test_collection_while_a_step_is_captured_is_compiling(collects_when_asked):
     before = Compiler.compile
-    session = Session(compilers=((Compiler, "compile"),), uses_device=False)
+    session = ProfiledRun(compilers=((Compiler, "compile"),), uses_device=False)
     session.start()
     assert Compiler().compile() == 7
     recording = session.stop()
@@ -270,7 +270,7 @@ def test_collection_while_a_step_is_captured_is_compiling(collects_when_asked):
 
 
 def test_collection_knows_what_garbage_took():
-    session = Session(uses_device=False)
+    session = ProfiledRun(uses_device=False)
     gc.collect()
     session.start()
     for _ in range(1000):
@@ -284,7 +284,7 @@ def test_collection_knows_what_garbage_took():
 
 
 def test_event_of_another_thread_that_comes_late_does_no_harm(monkeypatch):
-    session = Session(uses_device=False)
+    session = ProfiledRun(uses_device=False)
     session.start()
     gc.collect()
     gc.collect()

@@ -68,7 +68,7 @@ class _Module(ForkSafeLock):
             self.failure = "there is no compiler"
             return None
         is_of_torch = self.name != build.PREBUILT
-        recipe = build.Recipe(self.name, Path(torch.__file__).parent if is_of_torch else None, compiler)
+        recipe = build.CompileRecipe(self.name, Path(torch.__file__).parent if is_of_torch else None, compiler)
         facts = (*recipe.facts(), *([torch.__version__] if is_of_torch else []))
         stem = f"{self.name}_{_digest(chr(10).join(facts).encode())}"
         if (found := _find_kept(stem)) is not None:
@@ -141,7 +141,7 @@ def why_not_keep() -> str:
         return f"nothing can be kept in the cache folder {folder} ({error.strerror})"
 
 
-def _compile(recipe: build.Recipe, stem: str) -> str:
+def _compile(recipe: build.CompileRecipe, stem: str) -> str:
     """Compile into the cache folder; what went wrong. After the stem stands a digest of what was compiled."""
     folder = cache_folder()
     try:

@@ -43,7 +43,7 @@ def find_compiler() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CompileRecipe:
     """How to compile a module.
 
     Attributes:

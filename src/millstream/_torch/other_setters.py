@@ -8,7 +8,7 @@ from __future__ import annotations
 
 _OTHER_SETTERS = (
     (
-        "beside these switches, every call asks for it: see ``millstream._torch.modes``",
+        "beside these switches, every call asks for it: see ``millstream._torch.active_modes``",
         """
         torch.set_grad_enabled torch.enable_grad torch.autograd.set_grad_enabled torch.autograd.enable_grad
         torch.autograd.grad_mode.set_grad_enabled torch.autograd.grad_mode.enable_grad _set_grad_enabled

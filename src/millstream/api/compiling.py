@@ -15,7 +15,7 @@ from millstream._torch.compiler.dynamo import is_compiled_by_torch
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.model import Builder, Compiled, CompiledModule, Compiler, compile_module
 from millstream.capture.step.step import Step
-from millstream.engine import BySize, Engine, Family, Improving, OneOfMany, build
+from millstream.engine import BySize, Engine, Improving, OneOfMany, ProgramPair, build
 from millstream.errors import ArgumentError, names_are_suggested
 from millstream.lower import Lowered, LoweredForSizes
 from millstream.schedule import Tune
@@ -221,14 +221,14 @@ def improving(lowered: Lowered, settings: Settings, make: Callable[[Lowered], En
 
 def new_builder(settings: Settings, warn: Callable[[str], None]) -> Builder:
     """A builder for the programs of one graph, whose forward and backward know each other."""
-    families: WeakValueDictionary[Hashable, Family] = WeakValueDictionary()
-    own = Family()
+    families: WeakValueDictionary[Hashable, ProgramPair] = WeakValueDictionary()
+    own = ProgramPair()
 
-    def make(lowered: Lowered, family: Family, one_of_many: OneOfMany | None = None) -> Engine:
+    def make(lowered: Lowered, family: ProgramPair, one_of_many: OneOfMany | None = None) -> Engine:
         return build(lowered, settings, family=family, one_of_many=one_of_many, warn=warn)
 
     def make_for_size(lowered: Lowered, key: Hashable, one_of_many: OneOfMany) -> Engine:
-        return make(lowered, families.setdefault(key, Family()), one_of_many)
+        return make(lowered, families.setdefault(key, ProgramPair()), one_of_many)
 
     def finish(lowered: Lowered | LoweredForSizes) -> Engine | BySize | Improving:
         if isinstance(lowered, Lowered):

@@ -14,12 +14,12 @@ from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.step import Step
 from millstream.cost import Roofline
 from millstream.engine import AgreedEngine, BySize, Engine, Improving
-from millstream.engine.traced import trace_run, why_not_trace
+from millstream.engine.traced_run import trace_run, why_not_trace
 from millstream.errors import ArgumentError, LoweringError
 from millstream.graph import Role
-from millstream.program import Layout, Program
+from millstream.program import Program, TensorLayout
 from millstream.report import Arrivals, CommunicationReport, Explanation, OneSize, ProgramReport
-from millstream.report.sizes import MOST_SIZES
+from millstream.report.size_report import MOST_SIZES
 
 
 def explain(compiled: Any, *, measure: bool = False, size: int | None = None) -> Explanation:
@@ -174,7 +174,7 @@ def _describe_inputs(program: Program) -> Iterator[str]:
         yield f"{str(layout.dtype).removeprefix('torch.')} {list(layout.size)}"
 
 
-def _input_layouts(program: Program) -> Iterator[Layout]:
+def _input_layouts(program: Program) -> Iterator[TensorLayout]:
     for name in program.inputs:
         if name is None or program.graph.buffer_of[name].role is not Role.INPUT:
             continue

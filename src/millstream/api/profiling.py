@@ -17,8 +17,8 @@ from millstream.data_parallel.exchange import Exchange
 from millstream.errors import ArgumentError, check_folder
 from millstream.insight import Findings, analyse
 from millstream.insight.syncs import SyncFindings
-from millstream.report.idle import syncs, to_page, to_picture, to_text, to_trace
-from millstream.trace import Session, SyncTrace
+from millstream.report.idle import sync_list, to_page, to_picture, to_text, to_trace
+from millstream.trace import ProfiledRun, SyncTrace
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +42,7 @@ class Profile:
 
     def __init__(self, script: str = "", *, uses_device: bool = True) -> None:
         self.findings: Findings | None = None
-        self._session = Session(script, *_OWN, uses_device=uses_device)
+        self._session = ProfiledRun(script, *_OWN, uses_device=uses_device)
 
     def __enter__(self) -> Profile:
         self._session.start()
@@ -185,11 +185,11 @@ class trace_syncs:  # noqa: N801 - reads as a function does: with ms.trace_syncs
         return self._trace.findings
 
     def __str__(self) -> str:
-        return syncs.to_text(self._known())
+        return sync_list.to_text(self._known())
 
     def to_dict(self) -> dict[str, Any]:
         """The list as plain data, fit for JSON."""
-        return syncs.to_dict(self._known())
+        return sync_list.to_dict(self._known())
 
     def _known(self) -> SyncFindings:
         if self.findings is None:

@@ -13,8 +13,8 @@ import torch
 from millstream.api.compiling import improving, new_builder
 from millstream.capture.model import Runnable
 from millstream.capture.step.islands import step_of
-from millstream.capture.step.program import StepProgram
 from millstream.capture.step.step import P, R, Step
+from millstream.capture.step.step_program import StepProgram
 from millstream.engine import AgreedEngine
 from millstream.engine import build as build_engine
 from millstream.errors import ArgumentError, CaptureError, names_are_suggested, warn_user

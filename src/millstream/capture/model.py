@@ -37,14 +37,14 @@ from millstream._torch.compiler.dynamo import (
 )
 from millstream._torch.compiler.dynamo_errors import drop_logs_of_fake_tensors, raised_before_running
 from millstream._torch.compiler.lookups import compile_for
-from millstream._torch.distributed.data_parallel import call_around
+from millstream._torch.dispatcher import is_differentiated_outside
+from millstream._torch.distributed.wrappers import call_around
 from millstream._torch.hooks import HOOKS_OF_MODULE, count_hooks, hooks_of_all_modules
-from millstream._torch.operators import is_differentiated_outside
 from millstream._torch.switches import IN_GRAPHS
 from millstream.capture.lines import COMES_TO, in_library, is_users, library_in, place_in
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.capture.trace.unsupported import within_transform
-from millstream.device.switches import install_later
+from millstream.device.compiled_switches import install_later
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user, why_disabled
 from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure
 from millstream.progress import showing

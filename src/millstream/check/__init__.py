@@ -1,8 +1,8 @@
 """Is a plan safe to run? Answered without running it."""
 
-from millstream.check.layout import find_overlaps
-from millstream.check.lifetimes import find_lifetime_errors
-from millstream.check.plan import check_plan
+from millstream.check.lifetime_errors import find_lifetime_errors
+from millstream.check.overlaps import find_overlaps
+from millstream.check.plan_check import check_plan
 from millstream.check.races import find_races
 from millstream.check.reports import Access, Action, LifetimeError, LifetimeFault, Overlap, Race
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from millstream.check.accesses import USES, Accesses, Touch
 from millstream.check.reports import Action, Race
+from millstream.check.touches import USES, Accesses, Touch
 from millstream.graph import HappensBefore, Launch, Plan
 
 _CONFLICTS = {

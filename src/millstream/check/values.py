@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import combinations
 from typing import NamedTuple
 
-from millstream.check.places import Places
+from millstream.check.loop_accesses import Places
 
 Version = tuple[int, int]
 """Which write to a piece of memory: later ones are greater. ``OLD`` is what is there before all of them."""
@@ -20,7 +20,7 @@ OLD: Version = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class MemoryRead:
     """A use of memory.
 
     Attributes:
@@ -35,7 +35,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class MemoryWrite:
     """A change of memory, to some version."""
 
     memory: str
@@ -57,8 +57,8 @@ class Operation:
     """
 
     name: str
-    reads: tuple[Read, ...] = ()
-    writes: tuple[Write, ...] = ()
+    reads: tuple[MemoryRead, ...] = ()
+    writes: tuple[MemoryWrite, ...] = ()
     part: int = 0
     is_opaque: bool = False
 
@@ -131,10 +131,10 @@ class _Place(NamedTuple):
     operation: Operation
 
 
-_Written = tuple[Write, _Place]
+_Written = tuple[MemoryWrite, _Place]
 
 
-def _misreads(read: Read, at: _Place, writes: Sequence[_Written]) -> list[Misread]:
+def _misreads(read: MemoryRead, at: _Place, writes: Sequence[_Written]) -> list[Misread]:
     """What is wrong with a read of some memory: nothing if one of the versions that it may mean is there."""
     faults: list[Misread] = []
     for meant in sorted(read.meant):  # of the last one is told

@@ -16,7 +16,7 @@ from millstream.cli.exits import EXIT_CONDITION, EXIT_FAILED
 from millstream.cli.running import run_script
 from millstream.errors import ArgumentError, check_folder
 from millstream.insight.ranks import merge
-from millstream.report.idle import SLOWER, Condition, compare, ranks, syncs
+from millstream.report.idle import SLOWER, Condition, compare, several_ranks, sync_list
 from millstream.trace import SyncTrace
 
 PATIENCE_S = 10.0  # for the reports of other ranks
@@ -137,13 +137,13 @@ def _text_of(run: Profile) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     lost = [number for number, path in enumerate(paths) if number not in {report["rank"] for report in reports}]
     missing = f"note: no report came from rank {', '.join(map(str, lost))}\n" if lost else ""
-    text = ranks.to_text(merge(reports)) if len(reports) > 1 else ""
+    text = several_ranks.to_text(merge(reports)) if len(reports) > 1 else ""
     return f"{text}\n{missing}\nrank 0: {run}"
 
 
 def merge_files(paths: list[Path]) -> int:
     """Print what the saved reports of all ranks say together."""
-    print(ranks.to_text(merge([_read(path) for path in paths])))
+    print(several_ranks.to_text(merge([_read(path) for path in paths])))
     return 0
 
 
@@ -157,9 +157,9 @@ def list_syncs(target: str, arguments: list[str], *, as_module: bool, save: Path
     if trace.findings is None:  # a child that the script forked
         return code
     sys.stdout.flush()
-    print(f"\n{syncs.to_text(trace.findings)}", file=sys.stderr)
+    print(f"\n{sync_list.to_text(trace.findings)}", file=sys.stderr)
     if save is not None:
-        save.write_text(json.dumps(syncs.to_dict(trace.findings), indent=2) + "\n", encoding="utf-8")
+        save.write_text(json.dumps(sync_list.to_dict(trace.findings), indent=2) + "\n", encoding="utf-8")
     return code
 
 

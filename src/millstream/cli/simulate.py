@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from millstream.cost import Network, Roofline, Timed, fit_link, parse_network
+from millstream.cost import Network, Roofline, TimedReduction, fit_link, parse_network
 from millstream.errors import ArgumentError
-from millstream.report.placed import PlacementReport
+from millstream.report.placement_report import PlacementReport
 from millstream.report.saved import SavedStep, read_steps
-from millstream.report.scaling import ScalingReport
+from millstream.report.scaling_table import ScalingReport
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _steps(path: Path, arguments: Sequence[str], asked: Asked) -> list[SavedStep
     return _capture(str(path), arguments, asked)
 
 
-def read_sweep(text: str) -> list[Timed]:
+def read_sweep(text: str) -> list[TimedReduction]:
     """Times of ``python -m benchmarks.sweeps.collectives``, those of captured all-reduces.
 
     Raises:
@@ -84,7 +84,8 @@ def read_sweep(text: str) -> list[Timed]:
     """
     try:
         return [
-            Timed(int(each["devices"]), int(each["bytes"]), float(each["ns"])) for each in json.loads(text)["times"]
+            TimedReduction(int(each["devices"]), int(each["bytes"]), float(each["ns"]))
+            for each in json.loads(text)["times"]
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise ArgumentError(f"it is no sweep of collectives: {error!r}") from error

@@ -1,9 +1,19 @@
 """What kernels cost: calculated by roofline, or measured and kept in a table."""
 
-from millstream.cost.model import CostModel, Costs, KernelCost
-from millstream.cost.network import GLOO, NVLINK, Link, Network, Rate, Timed, fit_link, parse_link, parse_network
+from millstream.cost.cost_model import CostModel, Costs, KernelCost
+from millstream.cost.measured_costs import CostTable, MeasuredCosts, format_table, kernel_key, parse_table
+from millstream.cost.network import (
+    GLOO,
+    NVLINK,
+    Link,
+    Network,
+    Rate,
+    TimedReduction,
+    fit_link,
+    parse_link,
+    parse_network,
+)
 from millstream.cost.roofline import CPU, H200, DeviceLimits, Roofline
-from millstream.cost.table import CostTable, MeasuredCosts, format_table, kernel_key, parse_table
 
 __all__ = [
     "CPU",
@@ -20,7 +30,7 @@ __all__ = [
     "Network",
     "Rate",
     "Roofline",
-    "Timed",
+    "TimedReduction",
     "fit_link",
     "format_table",
     "kernel_key",

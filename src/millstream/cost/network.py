@@ -131,12 +131,12 @@ class Network:
         time_ns, name = min(times)
         return name, time_ns
 
-    def _ways(self, num_devices: int) -> Iterator[tuple[str, _Way]]:
+    def _ways(self, num_devices: int) -> Iterator[tuple[str, _RingPass]]:
         if num_devices <= self.per_host:
             n = num_devices
             for rate in self.within.rates:
-                yield "ring", _Way(rate.start_ns, (n - 1) * rate.hop_ns, (n - 1) / n / rate.bytes_per_s)
-                yield "tree", _Way(rate.start_ns, math.log2(n) * rate.hop_ns, 1 / rate.bytes_per_s)
+                yield "ring", _RingPass(rate.start_ns, (n - 1) * rate.hop_ns, (n - 1) / n / rate.bytes_per_s)
+                yield "tree", _RingPass(rate.start_ns, math.log2(n) * rate.hop_ns, 1 / rate.bytes_per_s)
             return
         if self.between is None:
             raise ArgumentError(
@@ -149,16 +149,16 @@ class Network:
             # Rings through all devices, one for each adapter: as quick as all adapters, or as the links within.
             slowest = min(within.bytes_per_s, g * between.bytes_per_s)
             ring_ns = (num_devices - hosts) * within.hop_ns + hosts * between.hop_ns
-            yield "ring", _Way(start_ns, ring_ns, share / slowest)
+            yield "ring", _RingPass(start_ns, ring_ns, share / slowest)
             tree_ns = (g - 1) * within.hop_ns + math.log2(hosts) * between.hop_ns
-            yield "tree", _Way(start_ns, tree_ns, 1 / slowest)
+            yield "tree", _RingPass(start_ns, tree_ns, 1 / slowest)
             levels_ns = (g - 1) * within.hop_ns + (hosts - 1) * between.hop_ns
             levels = (g - 1) / g / within.bytes_per_s + (hosts - 1) / hosts / g / between.bytes_per_s
-            yield "hierarchical", _Way(2 * within.start_ns + between.start_ns, levels_ns, levels)
+            yield "hierarchical", _RingPass(2 * within.start_ns + between.start_ns, levels_ns, levels)
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _RingPass:
     """One pass over all devices: a reduce-scatter, or an all-gather; an all-reduce is two of them."""
 
     start_ns: float
@@ -229,7 +229,7 @@ def parse_network(text: str, per_host: int = 8, fitted: Link | None = None) -> N
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedReduction:
     """An all-reduce that was measured: devices, bytes, ns."""
 
     num_devices: int
@@ -237,7 +237,7 @@ class Timed:
     time_ns: float
 
 
-def fit_link(name: str, times: Iterable[Timed], source: str = "") -> Link:
+def fit_link(name: str, times: Iterable[TimedReduction], source: str = "") -> Link:
     """The link that explains measured all-reduces of one host best, as rings.
 
     Least squares of relative errors, none of the numbers negative: for all sizes one rate, or one for the smaller and
@@ -269,7 +269,7 @@ def fit_link(name: str, times: Iterable[Timed], source: str = "") -> Link:
     return Link(name, min(found, key=error), source, max(counts))
 
 
-def _fit_rate(times: Sequence[Timed]) -> Rate:
+def _fit_rate(times: Sequence[TimedReduction]) -> Rate:
     counts = {each.num_devices for each in times}
     known_hop_ns = NVLINK.rates[0].hop_ns if len(counts) == 1 else 0.0
     rows, values = [], []

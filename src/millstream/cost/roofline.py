@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millstream.cost.model import Costs, KernelCost
+from millstream.cost.cost_model import Costs, KernelCost
 from millstream.graph import Kernel, KernelGraph, KernelKind
 
 

@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from millstream._torch.distributed.data_parallel import is_distributed_run
+from millstream._torch.distributed.wrappers import is_distributed_run
 from millstream.data.generators import DrawWatch
 from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline
 from millstream.data.profiler import Profiler
-from millstream.data.run import Run
+from millstream.data.run import FeedRun
 from millstream.data.shaping import Shaper, check_switches, make_transform
 from millstream.data.source import Position, Source, begins_in_caller, is_stored
 from millstream.data.stats import Stats
 from millstream.data.together import CHOICES, Together
-from millstream.data.transfer.base import HostTransfer, Transfer, Transform
-from millstream.data.transfer.device import DeviceTransfer
 from millstream.data.transfer.refills import RefillWatch
+from millstream.data.transfer.to_gpu import DeviceTransfer
+from millstream.data.transfer.transfer import HostTransfer, Transfer, Transform
 from millstream.data.worker import Worker
 from millstream.data_parallel.roll_call import RollCall, roll_call_of
 from millstream.device import Place, context
@@ -282,7 +282,7 @@ class Feed(Generic[T]):
     def _note_repeat(self) -> None:
         self._position.info.num_valid = 0
 
-    def _begin(self) -> Run:
+    def _begin(self) -> FeedRun:
         """A run for a new pass: the last one if that continues; else a new one, when its thread has left the source."""
         engine = self._engine
         if engine.run is not None:
@@ -315,7 +315,7 @@ class Feed(Generic[T]):
         )
         in_step, num_buffers = 0 if is_list else IN_STEP, engine.transfer.num_buffers
         profiler.begin_pass(has_worker=worker is not None)
-        engine.run = run = Run(
+        engine.run = run = FeedRun(
             source,
             engine.transfer,
             Pipeline(self.depth, options.max_bytes, look_ahead, in_step, num_buffers),
@@ -435,7 +435,7 @@ class _Engine:
     """
 
     def __init__(self) -> None:
-        self.run: Run | None = None
+        self.run: FeedRun | None = None
         self.handle: _Handle | None = None
         self.transfer: Transfer | None = None
         self._worker: Worker | None = None
@@ -480,7 +480,7 @@ class _Engine:
 class _Pass(Iterator[Any]):
     """The iterator that a loop holds. When the loop drops it, the pass ends."""
 
-    _run: Run | None = None  # also where an interrupt has met ``__init__``
+    _run: FeedRun | None = None  # also where an interrupt has met ``__init__``
 
     def __init__(self, feed: Feed[Any]) -> None:
         self._feed = feed

@@ -24,7 +24,7 @@ Moved = Sequence[str]
 """Names of generators that are not where they were."""
 
 
-class Snapshot:
+class GeneratorSnapshot:
     """Where generators stand at one moment."""
 
     __slots__ = ("_states",)
@@ -33,15 +33,15 @@ class Snapshot:
         self._states = states
 
     @staticmethod
-    def take(own: Sequence[torch.Generator] = ()) -> Snapshot:
+    def take(own: Sequence[torch.Generator] = ()) -> GeneratorSnapshot:
         """Look at the global generators, and at some others."""
         states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "random": random.getstate()}
         if "numpy.random" in sys.modules:
             states["numpy"] = np.random.get_state(legacy=False)
         states |= {f"own {i}": generator.get_state() for i, generator in enumerate(own)}
-        return Snapshot(states)
+        return GeneratorSnapshot(states)
 
-    def moved(self, later: Snapshot) -> Moved:
+    def moved(self, later: GeneratorSnapshot) -> Moved:
         """Those that stand elsewhere at a later moment."""
         return [name for name, state in self._states.items() if not _same(state, later._states.get(name, state))]
 
@@ -57,7 +57,7 @@ class Snapshot:
             elif (number := int(name.removeprefix("own "))) < len(own):
                 own[number].set_state(state)
 
-    def dump_moved(self, later: Snapshot) -> dict[str, Any] | None:
+    def dump_moved(self, later: GeneratorSnapshot) -> dict[str, Any] | None:
         """Those that have moved until later, as plain data; ``None`` if there are none."""
         return {name: _dump(self._states[name]) for name in self.moved(later)} or None
 
@@ -67,9 +67,9 @@ class Snapshot:
         return hashlib.sha256(json.dumps(states).encode()).hexdigest()
 
     @staticmethod
-    def load(data: dict[str, Any]) -> Snapshot:
+    def load(data: dict[str, Any]) -> GeneratorSnapshot:
         """From plain data."""
-        return Snapshot({name: _load(name, state) for name, state in data.items()})
+        return GeneratorSnapshot({name: _load(name, state) for name, state in data.items()})
 
 
 class DrawWatch:
@@ -150,7 +150,7 @@ def is_snapshot(data: Any) -> bool:
     if data is None:
         return True
     try:
-        Snapshot.load(data)
+        GeneratorSnapshot.load(data)
     except Exception:  # noqa: BLE001 - whatever somebody has made of it
         return False
     return True

@@ -38,7 +38,7 @@ from millstream.data.pipeline import Do, Message, Pipeline
 from millstream.data.profiler import BatchTimes, Profiler
 from millstream.data.shaping import set_num_valid
 from millstream.data.source import BatchInfo, Source
-from millstream.data.transfer.base import NotNowError, PendingBatch, Transfer
+from millstream.data.transfer.transfer import NotNowError, PendingBatch, Transfer
 from millstream.data.worker import JOIN_S, Flag, Forks, Worker, absorb_exit, raise_exit
 from millstream.errors import FeedError, never_the_end, skip_frames
 
@@ -65,7 +65,7 @@ class Item:
     batch: Any = None
 
 
-class Run:
+class FeedRun:
     """One pass; see the top of this file.
 
     Args:
@@ -525,7 +525,8 @@ class Run:
 _OWN = {
     each.__code__
     for each in (
-        Run._work, Run._begin_source, Run._carry_out, Run._carry_out_one, Run._pull, Run._stage, Run._send,
+        FeedRun._work, FeedRun._begin_source, FeedRun._carry_out, FeedRun._carry_out_one, FeedRun._pull, FeedRun._stage,
+        FeedRun._send,
         Source.begin, Source.pull, Source._pull_watched,
     )
 }  # fmt: skip

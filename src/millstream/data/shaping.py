@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from millstream.data.lengths import Lengths
 from millstream.data.source import Position
-from millstream.data.transfer.base import Transform
+from millstream.data.transfer.transfer import Transform
 from millstream.errors import ArgumentError, FeedError
 from millstream.tree.arrays import as_tensor
 from millstream.tree.batches import Unflatten, find_name, flatten_batch

@@ -26,7 +26,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from millstream._torch.loading import drop_workers, find_loader, has_known_samplers, has_workers, seed_drawn_aside
-from millstream.data.generators import DrawWatch, Snapshot, find_own, is_snapshot
+from millstream.data.generators import DrawWatch, GeneratorSnapshot, find_own, is_snapshot
 from millstream.data.transfer.refills import RefillWatch, copy_batch
 from millstream.errors import ArgumentError, FeedError, warn_user
 
@@ -252,8 +252,8 @@ class Source:
         self.is_own_iterator = False
         self.num_pulled = 0
         self.wants_step = draws.in_step
-        self._begun: Snapshot | None = None  # where generators stood before the start
-        self._now: Snapshot | None = None  # where they are to be put back when a resumed pass has begun
+        self._begun: GeneratorSnapshot | None = None  # where generators stood before the start
+        self._now: GeneratorSnapshot | None = None  # where they are to be put back when a resumed pass has begun
         self._starting = ExitStack()  # until the first pull, in which a generator calls ``iter``
 
     def begin(self) -> None:
@@ -262,13 +262,13 @@ class Source:
         inner = find_loader(loader)
         self._check_size()
         if state is None and (self._stood is not None or position.kept_workers):
-            self._now = Snapshot.take()
-            Snapshot.load(self._stood or {}).restore(find_own(loader))
+            self._now = GeneratorSnapshot.take()
+            GeneratorSnapshot.load(self._stood or {}).restore(find_own(loader))
             if inner is not None:
                 self._match_workers(inner)
         elif not self._skip:
             position.kept_workers = inner is not None and has_workers(inner)
-        self._begun = Snapshot.take(find_own(loader))
+        self._begun = GeneratorSnapshot.take(find_own(loader))
         stateful = loader if is_stateful(loader) else None
         if stateful is not None and state is not None:
             stateful.load_state_dict(state)
@@ -320,7 +320,7 @@ class Source:
         if not has_workers(loader):
             self._starting.enter_context(seed_drawn_aside(loader))
 
-    def _check_start(self, begun: Snapshot) -> None:
+    def _check_start(self, begun: GeneratorSnapshot) -> None:
         """The pass has begun as the one to resume did.
 
         Raises:
@@ -332,7 +332,7 @@ class Source:
             return
         if loader is not None and has_known_samplers(loader):
             return
-        here = Snapshot.take(find_own(self._loader))
+        here = GeneratorSnapshot.take(find_own(self._loader))
         if begun.moved(here) and here.digest(position.draws) != position.drawn:
             raise FeedError(
                 f"The {type(self._loader).__name__} cannot be resumed: it has begun by drawing other random numbers "
@@ -380,18 +380,18 @@ class Source:
             is_resumed = self._now is not None
             self._restore_now()
             if number >= self._draws.next_due:
-                before = Snapshot.take()
+                before = GeneratorSnapshot.take()
             batch = next(iterator)
             if begun is not None and not is_resumed:
                 # What the start has moved: the sampler, and the loader that draws a seed for its workers.
-                here = Snapshot.take(find_own(self._loader))
+                here = GeneratorSnapshot.take(find_own(self._loader))
                 self._position.draws = draws = begun.dump_moved(here)
                 self._position.drawn = here.digest(draws) if draws is not None else None
         finally:
             self._starting.close()
             self._restore_now()
         if before is not None:
-            self._draws.look(number, before.moved(Snapshot.take()), waited=waited)
+            self._draws.look(number, before.moved(GeneratorSnapshot.take()), waited=waited)
             self.wants_step = self._draws.wants_step
         return batch
 

@@ -117,7 +117,7 @@ class Agreement:
             self._is_silent = False
 
 
-class Comparison:
+class PeriodicComparison:
     """What processes compare who do not ask each other: now and then, and nobody waits for it.
 
     Args:
@@ -165,7 +165,9 @@ class Comparison:
                     raise error
 
 
-_known: WeakKeyDictionary[dist.ProcessGroup, tuple[Board | None, Agreement | Comparison | None]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, tuple[Board | None, Agreement | PeriodicComparison | None]] = (
+    WeakKeyDictionary()
+)
 
 
 def collectives_wanted() -> str:
@@ -180,7 +182,7 @@ def collectives_wanted() -> str:
     return wanted
 
 
-def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | Comparison | None:
+def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | PeriodicComparison | None:
     """What the processes of a group ask each other by, or else compare by; made in all at once, when first asked for.
 
     Args:
@@ -188,8 +190,8 @@ def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | Compa
         on_gpu: Whether it is GPUs that exchange.
 
     Returns:
-        ``Comparison`` where nobody is to capture collectives, or processes are on several hosts; ``None`` where there
-        are no others, or nothing is to be compared.
+        ``PeriodicComparison`` where nobody is to capture collectives, or processes are on several hosts; ``None`` where
+        there are no others, or nothing is to be compared.
 
     Raises:
         ArgumentError: As ``collectives_wanted``.
@@ -207,12 +209,14 @@ def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | Compa
     return _known[group][1]
 
 
-def _comparison_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Comparison | None:
+def _comparison_of(group: dist.ProcessGroup, *, on_gpu: bool) -> PeriodicComparison | None:
     backend = backend_of(group, torch.device("cuda" if on_gpu else "cpu"))
     if dist.get_world_size(group) == 1 or backend not in ("gloo", "nccl") or is_off(COMPARISON):
         return None
     on_host = backend == "gloo"
-    return Comparison(group, torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device()))
+    return PeriodicComparison(
+        group, torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+    )
 
 
 def board_known(group: dist.ProcessGroup | None) -> Board | None:

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from millstream._torch.distributed.communicators import new_communicator
+from millstream._torch.distributed.group_copies import new_communicator
 from millstream._torch.distributed.shutdown import destroy, end_with
 from millstream.errors import ArgumentError
 

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d  # whose functions nobody
 
 from millstream._torch.distributed.collectives import all_gather, reduce_scatter, register_exchange
 from millstream._torch.tensors import real_tensors
-from millstream.data_parallel.agreement import Agreement, Comparison, board_known
+from millstream.data_parallel.agreement import Agreement, PeriodicComparison, board_known
 from millstream.data_parallel.board import UNEVEN, Board
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.communicators import Communicator, communicators_of
@@ -35,7 +35,7 @@ class Progress:
 PROGRESS = Progress()
 
 
-class Memory:
+class ExchangeMemory:
     """What collectives travel in: there as long as somebody uses it.
 
     A step that runs as one graph has its collectives' memory in its arena, and needs this one no more.
@@ -123,7 +123,7 @@ class Exchange:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         *,
-        agreement: Agreement | Comparison | None = None,
+        agreement: Agreement | PeriodicComparison | None = None,
         is_first: bool = False,
         shares: Exchange | None = None,
         sent: Sequence[Sent] | None = None,
@@ -137,7 +137,9 @@ class Exchange:
         self._communicator: Communicator | None = None  # on which ``_issue`` does
         with real_tensors():  # a trace may be the first to get here, and eager runs use the same memory
             if shares is None:
-                self.held = Memory(torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device))
+                self.held = ExchangeMemory(
+                    torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device)
+                )
             else:
                 self.held = shares.held
             self.memory = memory = self.held.tensor

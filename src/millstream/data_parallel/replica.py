@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from millstream._torch.distributed.data_parallel import copy_from_first, is_distributed_run
 from millstream._torch.distributed.fully_sharded import is_shard
+from millstream._torch.distributed.wrappers import copy_from_first, is_distributed_run
+from millstream.data_parallel.reduced_run import watch_steps
 from millstream.data_parallel.reducer import Reducer, ReducerSettings
-from millstream.data_parallel.session import watch_steps
 from millstream.data_parallel.sharding.divide import divide_models, why_not_divided
 from millstream.data_parallel.sharding.optimizer import Sharding, sharding_of, why_not_sharded
-from millstream.data_parallel.sharding.reducer import ShardedReducer
+from millstream.data_parallel.sharding.sharded_reducer import ShardedReducer
 from millstream.errors import ArgumentError, DataParallelError, MillstreamError
 
 

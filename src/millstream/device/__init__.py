@@ -9,7 +9,7 @@ from millstream.device.guard import guard
 from millstream.device.handles import Event, Stream
 from millstream.device.markers import StreamMarker, wait_until_reached
 from millstream.device.place import Place, available_places
-from millstream.device.pools.streams import MAX_STREAMS
+from millstream.device.pools.stream_pool import MAX_STREAMS
 
 __all__ = [
     "MAX_STREAMS",

@@ -22,16 +22,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from millstream.device.drivers.base import Driver
 from millstream.device.drivers.cpu import CpuDriver
 from millstream.device.drivers.cuda import CudaDriver
+from millstream.device.drivers.driver import Driver
 from millstream.device.handles import Event, Stream
 from millstream.device.place import Place
-from millstream.device.pools.arena import PinnedArena
 from millstream.device.pools.events import EventPool
-from millstream.device.pools.graphs import SharedGraphMemory
-from millstream.device.pools.lifetime import Lifetime, capture_lock
-from millstream.device.pools.streams import StreamPool
+from millstream.device.pools.graph_pools import SharedGraphMemory
+from millstream.device.pools.lifetime import ContextLifetime, capture_lock
+from millstream.device.pools.pinned_arena import PinnedArena
+from millstream.device.pools.stream_pool import StreamPool
 from millstream.locks import ForkSafeLock
 
 
@@ -64,7 +64,7 @@ class DeviceContext:
     def __init__(self, place: Place, driver: Driver | None = None) -> None:
         self.place = place
         self._driver: Driver = driver or (CpuDriver() if place.kind == "cpu" else CudaDriver(place))
-        self._lifetime = Lifetime(place)
+        self._lifetime = ContextLifetime(place)
         self._closing = ForkSafeLock()
         self.streams = StreamPool(self._driver, self._lifetime)
         self.events = EventPool(self._driver.make_event, self._lifetime)
@@ -208,7 +208,7 @@ class DeviceContext:
 class LibraryHandles:
     """What libraries keep for a context. Nothing is made before it is asked for."""
 
-    def __init__(self, driver: Driver, lifetime: Lifetime) -> None:
+    def __init__(self, driver: Driver, lifetime: ContextLifetime) -> None:
         self._driver = driver
         self._lifetime = lifetime
 

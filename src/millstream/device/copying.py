@@ -155,12 +155,12 @@ class Enqueuer:
         order = array("Q", (stream, *counts, *waits, *before, *chain.from_iterable(copies), *after))
         return functools.partial(self._enqueue, order.buffer_info()[0], order, self)  # which both must stay alive
 
-    def prepare(self, num_bytes: Sequence[int]) -> Copies:
+    def prepare(self, num_bytes: Sequence[int]) -> FixedCopies:
         """Make ready for copies of these lengths, to be enqueued again and again."""
-        return Copies(self, num_bytes)
+        return FixedCopies(self, num_bytes)
 
 
-class Copies:
+class FixedCopies:
     """Copies of fixed lengths that one call enqueues.
 
     Attributes:

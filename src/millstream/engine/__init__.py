@@ -1,24 +1,24 @@
 """Running a plan, all with the same results: ``serial``, ``threads`` (CPU), ``graph`` (one CUDA graph), ``streams``."""
 
-from millstream.engine.build import OneOfMany, build
+from millstream.engine.assembly import OneOfMany, build
 from millstream.engine.by_size import BySize
 from millstream.engine.cpu.placed_program import find_constraints
-from millstream.engine.cuda.captured import Family
+from millstream.engine.cuda.captured import ProgramPair
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.engine import Engine
 from millstream.engine.improving import Improving
 from millstream.engine.parallel.agreed import AgreedEngine
-from millstream.engine.serial import SerialEngine
-from millstream.engine.streams import StreamsEngine
+from millstream.engine.serial_engine import SerialEngine
+from millstream.engine.streams_engine import StreamsEngine
 
 __all__ = [
     "AgreedEngine",
     "BySize",
     "CudaGraphEngine",
     "Engine",
-    "Family",
     "Improving",
     "OneOfMany",
+    "ProgramPair",
     "SerialEngine",
     "StreamsEngine",
     "build",

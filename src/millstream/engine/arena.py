@@ -13,7 +13,7 @@ from millstream._torch.tensors import reinterpret
 from millstream.check import check_plan
 from millstream.graph import MemoryLayout, Plan, Role, alignment_of
 from millstream.locks import ForkSafeLock
-from millstream.program import Layout, Program
+from millstream.program import Program, TensorLayout
 from millstream.schedule import assign_offsets
 
 HEADROOM = 16  # an arena that grows takes a sixteenth more than it needs: where sizes rise, it then grows more rarely
@@ -161,6 +161,6 @@ def bind_buffers(program: Program, offset_of: dict[str, int], memory: torch.Tens
     }
 
 
-def view_memory(memory: torch.Tensor, offset: int, num_bytes: int, layout: Layout | Any) -> torch.Tensor:
+def view_memory(memory: torch.Tensor, offset: int, num_bytes: int, layout: TensorLayout | Any) -> torch.Tensor:
     """A tensor of the given layout at an offset in memory."""
     return reinterpret(memory[offset : offset + num_bytes].view(layout.dtype), layout.size, layout.stride, 0)

@@ -25,9 +25,9 @@ from typing import Any
 from millstream.check import check_plan
 from millstream.device import context, guard
 from millstream.engine.arena import Arena
-from millstream.engine.build import OneOfMany
+from millstream.engine.assembly import OneOfMany
 from millstream.engine.engine import Engine
-from millstream.engine.source import Run, compile_plan
+from millstream.engine.plan_source import CompiledPlan, compile_plan
 from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered, LoweredForSizes
 from millstream.schedule import plan_serial
@@ -69,7 +69,7 @@ class OpenEngine(Engine):
         self.notes += notes
         self._place = next((name for name in sorted(self.lowered.program.devices) if name != "cpu"), "cpu")
         program = symbolic.program
-        self._run: Run = compile_plan(program.open_at(sizes), self.plan, numbers=program)
+        self._run: CompiledPlan = compile_plan(program.open_at(sizes), self.plan, numbers=program)
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         if self._place == "cpu":

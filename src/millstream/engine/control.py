@@ -18,7 +18,7 @@ from millstream.engine.arena import bind_arena
 from millstream.engine.checked import wanted_check
 from millstream.locks import ForkSafeLock
 from millstream.lower.control_flow import Body, Control, Flow
-from millstream.program import Layout
+from millstream.program import TensorLayout
 from millstream.schedule import assign_offsets, plan_serial
 
 #: ``compile_plan``, which itself comes here for control flow within a body.
@@ -131,9 +131,9 @@ def _runner(control: Control, bodies: list[_Body], placed: list[int]) -> Callabl
     return {Flow.COND: branch, Flow.WHILE_LOOP: loop, Flow.SCAN: scan, Flow.MAP: scan}[control.flow]
 
 
-def _empty(layout: Layout) -> Tensor:
+def _empty(layout: TensorLayout) -> Tensor:
     return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
 
 
-def _copy(tensor: Tensor, layout: Layout) -> Tensor:
+def _copy(tensor: Tensor, layout: TensorLayout) -> Tensor:
     return _empty(layout).copy_(tensor)

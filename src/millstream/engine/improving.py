@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch.operators import num_modes
+from millstream._torch.dispatcher import num_modes
 from millstream.engine.engine import Engine
 from millstream.engine.planning.background import SHARE, Background
 from millstream.engine.unchanged import unchanged

@@ -19,21 +19,21 @@ from torch import Tensor
 
 from millstream.errors import GraphError
 from millstream.graph import Kernel
-from millstream.program import Layout, Program
+from millstream.program import Program, TensorLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
     """What was promised of a result, apart from its sizes and strides, which each call may have its own of."""
 
-    layout: Layout
+    layout: TensorLayout
     name: str  # of the value
     kernel: Kernel  # that returns it
     is_users: bool  # whether that calls an operator of the user's
     pending: list[str]  # whether anything is still to be compared: names, of which the first stands for the first call
 
 
-def promised(program: Program, name: str) -> Layout | None:
+def promised(program: Program, name: str) -> TensorLayout | None:
     """How a result is to lie; ``None`` where it is not strided, or a view of another tensor."""
     return program.tensors.get(name) if program.graph.storage(name) == name else None
 

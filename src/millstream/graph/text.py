@@ -125,7 +125,7 @@ def parse_plan(text: str) -> Plan:
     head.end()
     reader.heading("steps").end()
     # A launch names its kernel, which can be checked only once the graph below is known.
-    launches: list[tuple[_Line, int, str]] = []
+    launches: list[tuple[_TokenLine, int, str]] = []
     steps = tuple(_parse_step(line, launches) for line in reader.entries())
     layout = _parse_layout(reader) if reader.at("arena") else None
     graph = _parse_graph(reader)
@@ -210,7 +210,7 @@ def _align(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-class _Line:
+class _TokenLine:
     """The tokens of one line, taken from left to right."""
 
     def __init__(self, text: str, number: int) -> None:
@@ -303,11 +303,11 @@ class _Reader:
     def __init__(self, text: str) -> None:
         lines = text.split("\n")
         shown = ((number, line) for number, line in enumerate(lines, 1) if line.strip() and line.lstrip()[0] != "#")
-        self._lines = [_Line(line, number) for number, line in shown]
+        self._lines = [_TokenLine(line, number) for number, line in shown]
         self._next = 0
         self._last = len(lines)
 
-    def heading(self, keyword: str) -> _Line:
+    def heading(self, keyword: str) -> _TokenLine:
         if self._next == len(self._lines):
             raise ParseError(self._last, 1, repr(keyword), "the end of the text")
         line = self._lines[self._next]
@@ -321,7 +321,7 @@ class _Reader:
         """Whether the next heading begins with a keyword."""
         return self._next < len(self._lines) and self._lines[self._next].peek() == keyword
 
-    def entries(self) -> Iterator[_Line]:
+    def entries(self) -> Iterator[_TokenLine]:
         while self._next < len(self._lines) and self._lines[self._next].indented:
             self._next += 1
             yield self._lines[self._next - 1]
@@ -347,7 +347,7 @@ def _parse_graph(reader: _Reader) -> KernelGraph:
     return KernelGraph(name, kernels, buffers, *ends)
 
 
-def _parse_buffer(line: _Line) -> Buffer:
+def _parse_buffer(line: _TokenLine) -> Buffer:
     name = line.name("a buffer's name")
     role = Role(line.keyword(*(role.value for role in Role)))
     device = line.name("a device")
@@ -360,7 +360,7 @@ def _parse_buffer(line: _Line) -> Buffer:
     return Buffer(name, num_bytes, device, role, alias_of)
 
 
-def _parse_kernel(line: _Line) -> Kernel:
+def _parse_kernel(line: _TokenLine) -> Kernel:
     number = line.integer("the kernel's number")
     kind = KernelKind(line.keyword(*(kind.value for kind in KernelKind)))
     name = line.name("the kernel's name")
@@ -394,7 +394,7 @@ def _parse_layout(reader: _Reader) -> MemoryLayout:
     return MemoryLayout(offset_of, arena_bytes, device)
 
 
-def _parse_step(line: _Line, launches: list[tuple[_Line, int, str]]) -> Step:
+def _parse_step(line: _TokenLine, launches: list[tuple[_TokenLine, int, str]]) -> Step:
     stream = line.integer("a stream such as s0", prefix="s")
     verb = line.keyword("launch", "record", "wait", "allocate", "free")
     step: Step

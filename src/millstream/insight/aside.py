@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from millstream.insight.causes import Cause
 from millstream.insight.gaps import Slice
 from millstream.insight.intervals import intersect, total
-from millstream.insight.records import Recording, Site, Step
+from millstream.insight.records import ProfiledStep, Recording, Site
 
 LEAST = 0.10
 """Of the steps' time: what takes less is not told."""
@@ -34,7 +34,7 @@ class Aside:
     share: float
 
 
-def find_aside(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice]) -> Aside | None:
+def find_aside(recording: Recording, steps: Sequence[ProfiledStep], slices: Sequence[Slice]) -> Aside | None:
     """Find what takes most of the time beside training, if that is much.
 
     Args:

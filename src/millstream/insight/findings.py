@@ -16,7 +16,17 @@ from millstream.insight.gaps import Slice, attribute, exposed_ns
 from millstream.insight.host import compute_activities, spans_of, unseen_python
 from millstream.insight.intervals import intersect, total, union
 from millstream.insight.profiler.looking import without_looking
-from millstream.insight.records import HOOKS, Activity, ActivityKind, Loader, Note, Recording, Site, Span, Step
+from millstream.insight.records import (
+    HOOKS,
+    Activity,
+    ActivityKind,
+    HostSpan,
+    Loader,
+    Note,
+    ProfiledStep,
+    Recording,
+    Site,
+)
 from millstream.insight.replay import recoverable_ns
 
 HIGH, MODERATE = 0.20, 0.05
@@ -113,7 +123,7 @@ class Findings:
     severity: Severity
     leading: Row | None
     rows: tuple[Row, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ProfiledStep, ...]
     step_ns: float
     idle_ns: int
     idle_by_cause: dict[Cause, int]
@@ -227,7 +237,7 @@ class Findings:
     def collectives(self) -> Iterator[tuple[int, int, int, int]]:
         """Of each collective: number of its step in the run, its number in the step, begin and end in Unix time."""
         recording = self.recording
-        spans: Sequence[Activity | Span] = [
+        spans: Sequence[Activity | HostSpan] = [
             each for each in recording.activities if each.kind is ActivityKind.COMMUNICATION
         ] or [s for s in recording.spans if s.cause is Cause.COMMUNICATION and s.thread == recording.thread]
         ordered = sorted(spans, key=lambda each: each.start_ns)
@@ -334,7 +344,7 @@ def analyse(recording: Recording) -> Findings:
     return replace(found, severity=severity, leading=leading)
 
 
-def steady_steps(recording: Recording) -> tuple[Step, ...]:
+def steady_steps(recording: Recording) -> tuple[ProfiledStep, ...]:
     """The steps after the first few, which allocate, compile and start workers; without any, all of the run."""
     steps = recording.steps
     if not recording.has_steps:
@@ -344,7 +354,7 @@ def steady_steps(recording: Recording) -> tuple[Step, ...]:
     return steps[min(max(len(steps) // 5, 1), MAX_WARM_UP) :]
 
 
-def _why_unreliable(recording: Recording, steps: Sequence[Step]) -> str:
+def _why_unreliable(recording: Recording, steps: Sequence[ProfiledStep]) -> str:
     if not recording.steps:
         return "no step was seen: neither an optimizer stepped nor a DataLoader gave batches"
     if not recording.has_steps and (not recording.is_synchronous or _num_looks(recording, steps) < LEAST_LOOKS_AT_RUN):
@@ -356,12 +366,12 @@ def _why_unreliable(recording: Recording, steps: Sequence[Step]) -> str:
     return _why_too_few_looks(recording, steps) if recording.is_synchronous else _why_launches_do_not_match(recording)
 
 
-def _num_looks(recording: Recording, steps: Sequence[Step]) -> int:
+def _num_looks(recording: Recording, steps: Sequence[ProfiledStep]) -> int:
     start, end = steps[0].start_ns, steps[-1].end_ns
     return sum(each.thread == recording.thread and start < each.end_ns <= end for each in recording.samples)
 
 
-def _why_too_few_looks(recording: Recording, steps: Sequence[Step]) -> str:
+def _why_too_few_looks(recording: Recording, steps: Sequence[ProfiledStep]) -> str:
     """Whether looks are to tell of more than hooks do, and are too few for that."""
     start, end = steps[0].start_ns, steps[-1].end_ns
     looks = _num_looks(recording, steps)
@@ -397,7 +407,7 @@ def _why_launches_do_not_match(recording: Recording) -> str:
     return ""
 
 
-def _rare_causes(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice]) -> frozenset[Cause]:
+def _rare_causes(recording: Recording, steps: Sequence[ProfiledStep], slices: Sequence[Slice]) -> frozenset[Cause]:
     """Causes that hooks see in the whole run, and that happen in too few of a window's steps to be judged by them."""
     starts = [step.start_ns for step in steps]
     seen: dict[Cause, set[int]] = defaultdict(set)
@@ -408,7 +418,9 @@ def _rare_causes(recording: Recording, steps: Sequence[Step], slices: Sequence[S
     return frozenset(cause for cause in hooked & seen.keys() if len(seen[cause]) < few)
 
 
-def _rows(recording: Recording, steps: Sequence[Step], slices: Sequence[Slice], gains: dict[Cause, int]) -> list[Row]:
+def _rows(
+    recording: Recording, steps: Sequence[ProfiledStep], slices: Sequence[Slice], gains: dict[Cause, int]
+) -> list[Row]:
     """Slices of one cause at one line of the user's, put together."""
     window = steps[-1].end_ns - steps[0].start_ns
     idle: dict[tuple[Cause, Site | None], int] = defaultdict(int)

@@ -24,7 +24,7 @@ from statistics import median
 from millstream.insight.causes import Cause
 from millstream.insight.host import host_pieces, with_located_waits
 from millstream.insight.intervals import complement, overlay, total, union
-from millstream.insight.records import Activity, ActivityKind, Launch, Recording, Span, Stack, StreamWait
+from millstream.insight.records import Activity, ActivityKind, HostSpan, LaunchCall, Recording, Stack, StreamWait
 
 SYNC_SLACK_NS = 20_000
 """A wait that returned so shortly before the device was seen to end belongs to it: clocks of host and device differ."""
@@ -108,14 +108,14 @@ def attribute(recording: Recording, start_ns: int, end_ns: int) -> list[Slice]:
 
 @dataclass(frozen=True)
 class _Context:
-    launch_of: dict[int, Launch]
+    launch_of: dict[int, LaunchCall]
     in_run: frozenset[int]
     by_end: list[Activity]
     ends: list[int]
     waits: Sequence[StreamWait]
 
 
-def _slice_gap(gap: Gap, pieces: Sequence[tuple[int, int, Span]], first: int, context: _Context) -> Iterator[Slice]:
+def _slice_gap(gap: Gap, pieces: Sequence[tuple[int, int, HostSpan]], first: int, context: _Context) -> Iterator[Slice]:
     ender = gap.ender
     launch = context.launch_of.get(ender.launch) if ender is not None and ender.launch is not None else None
     # Without a launch the host itself is the device, or nobody knows: what the host did is all there is to say.
@@ -141,7 +141,7 @@ def _slice_gap(gap: Gap, pieces: Sequence[tuple[int, int, Span]], first: int, co
         yield _slice_device_part(launch_end, gap, ender, launch, context)
 
 
-def _slice_device_part(start_ns: int, gap: Gap, ender: Activity, launch: Launch, context: _Context) -> Slice:
+def _slice_device_part(start_ns: int, gap: Gap, ender: Activity, launch: LaunchCall, context: _Context) -> Slice:
     before = bisect.bisect_right(context.ends, gap.start_ns)
     previous = context.by_end[before - 1] if before else None
     # A wait is called just before the launch that it holds back.
@@ -155,7 +155,7 @@ def _slice_device_part(start_ns: int, gap: Gap, ender: Activity, launch: Launch,
     return Slice(start_ns, gap.end_ns, cause, launch.stack)
 
 
-def find_refills(recording: Recording, launches: Sequence[Launch]) -> list[Span]:
+def find_refills(recording: Recording, launches: Sequence[LaunchCall]) -> list[HostSpan]:
     """After each wait for the device that found its queue empty: the time until two launches are outstanding.
 
     Where a run of launches does not fill the queue, launching is slower than running, wait or no wait: such a refill
@@ -185,16 +185,16 @@ def find_refills(recording: Recording, launches: Sequence[Launch]) -> list[Span]
                 end = launch.end_ns
                 break
         if sync.end_ns < end:
-            refills.append(Span(sync.thread, sync.end_ns, end, Cause.SYNC, sync.stack, sync.detail))
+            refills.append(HostSpan(sync.thread, sync.end_ns, end, Cause.SYNC, sync.stack, sync.detail))
     return refills
 
 
-def _waits_for_device(recording: Recording) -> list[Span]:
+def _waits_for_device(recording: Recording) -> list[HostSpan]:
     waits = (span for span in recording.spans if span.cause is Cause.SYNC and span.thread == recording.thread)
     return sorted(waits, key=lambda span: span.end_ns)
 
 
-def find_launch_runs(launches: Sequence[Launch], recording: Recording) -> frozenset[int]:
+def find_launch_runs(launches: Sequence[LaunchCall], recording: Recording) -> frozenset[int]:
     """Numbers of the launches that belong to runs which launching alone makes slow, each run's first one excepted.
 
     What came before the first one is not of the run. A wait for the device ends a run: the queue is empty after it
@@ -211,7 +211,7 @@ def find_launch_runs(launches: Sequence[Launch], recording: Recording) -> frozen
             end_of[each.launch] = max(end_of.get(each.launch, 0), each.end_ns)
             length_of[each.launch] = length_of.get(each.launch, 0) + each.end_ns - each.start_ns
     found: set[int] = set()
-    run: list[Launch] = []
+    run: list[LaunchCall] = []
 
     def close() -> None:
         if len(run) >= RUN_LENGTH:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from millstream.insight.causes import Cause
 from millstream.insight.intervals import Interval, complement, flatten, total, union
-from millstream.insight.records import Activity, Asleep, Recording, Sample, Site, Span, Stack, State
+from millstream.insight.records import Activity, Asleep, HostSpan, Recording, Sample, Site, Stack, State
 
 _LATE = 0.8  # of the switch interval: the sampler had to have the interpreter taken away from somebody
 _RUNS = 0.5  # of a time: whoever ran so much of it was running
@@ -334,15 +334,15 @@ def _with_late_launches(found: Sequence[Doing], recording: Recording) -> Iterato
         before = each
 
 
-def spans_of(recording: Recording) -> list[tuple[int, int, Span]]:
+def spans_of(recording: Recording) -> list[tuple[int, int, HostSpan]]:
     """The training thread's spans, cut into pieces of the innermost.
 
     A collection during a compilation is the compilation's, which made the garbage; whatever happens while the profiler
     starts or stops is the profiler's.
     """
     spans = [span for span in recording.spans if span.thread == recording.thread]
-    compiling = _Covered(span for span in spans if span.cause is Cause.COMPILE)
-    profiling = _Covered(span for span in spans if span.cause is Cause.PROFILER)
+    compiling = _Within(span for span in spans if span.cause is Cause.COMPILE)
+    profiling = _Within(span for span in spans if span.cause is Cause.PROFILER)
     return flatten(
         [
             span
@@ -353,13 +353,13 @@ def spans_of(recording: Recording) -> list[tuple[int, int, Span]]:
     )
 
 
-class _Covered:
+class _Within:
     """Whether a span lies within others."""
 
-    def __init__(self, spans: Iterable[Span]) -> None:
+    def __init__(self, spans: Iterable[HostSpan]) -> None:
         self._intervals = union((span.start_ns, span.end_ns) for span in spans)
 
-    def __contains__(self, span: Span) -> bool:
+    def __contains__(self, span: HostSpan) -> bool:
         at = bisect.bisect_right(self._intervals, span.start_ns, key=lambda interval: interval[0]) - 1
         return at >= 0 and span.end_ns <= self._intervals[at][1]
 
@@ -374,7 +374,7 @@ def unseen_python(recording: Recording, start_ns: int, end_ns: int) -> tuple[flo
     Looks are planned at any time, whatever the program does, so the share of these is that of the time: of ``n`` of
     them, within a standard deviation of ``sqrt(share * (1 - share) / n)`` or less.
     """
-    seen = _Covered([span for _, _, span in spans_of(recording)])
+    seen = _Within([span for _, _, span in spans_of(recording)])
     looks = [each for each in recording.samples if each.thread == recording.thread and start_ns <= each.end_ns < end_ns]
     late = Counter(
         recording.user_site(each.stack)
@@ -384,7 +384,7 @@ def unseen_python(recording: Recording, start_ns: int, end_ns: int) -> tuple[flo
         and _running_state(each, recording.switch_ns) is State.COMPUTE
         for held_ns in each.held_ns
         if held_ns >= _HELD_NS
-        and Span(each.thread, each.end_ns - held_ns, each.end_ns - held_ns, Cause.PYTHON) not in seen
+        and HostSpan(each.thread, each.end_ns - held_ns, each.end_ns - held_ns, Cause.PYTHON) not in seen
     )
     share = late.total() / max(sum(len(each.held_ns) for each in looks), 1)
     return share, late.most_common(1)[0][0] if late else None
@@ -396,7 +396,7 @@ def compute_activities(recording: Recording) -> tuple[Activity, ...]:
     return tuple(Activity(start, end, name="operators") for start, end in computing)
 
 
-def host_pieces(recording: Recording, refills: Sequence[Span]) -> list[tuple[int, int, Span]]:
+def host_pieces(recording: Recording, refills: Sequence[HostSpan]) -> list[tuple[int, int, HostSpan]]:
     """What the training thread did, cut into disjoint pieces: spans first, then refills of the queue, then samples.
 
     A refill is what launching takes: long computations in Python after a wait, which two looks or more have seen, are
@@ -428,7 +428,7 @@ def with_located_waits(recording: Recording) -> Recording:
     return replace(recording, spans=tuple(spans))
 
 
-def _locate(exact: Sequence[tuple[int, int, Span]], recording: Recording) -> Iterator[tuple[int, int, Span]]:
+def _locate(exact: Sequence[tuple[int, int, HostSpan]], recording: Recording) -> Iterator[tuple[int, int, HostSpan]]:
     """Say where within a loader's span, or one of the driver's, the thread was, as far as samples tell.
 
     Only a look that was made while the span lasted tells: the next one, after its end, already sees the step. Pieces
@@ -436,7 +436,7 @@ def _locate(exact: Sequence[tuple[int, int, Span]], recording: Recording) -> Ite
     """
     looks = [(each.end_ns, each.stack) for each in recording.samples if each.thread == recording.thread]
     times = [at for at, _ in looks]
-    found: list[tuple[int, int, Span, Stack]] = []
+    found: list[tuple[int, int, HostSpan, Stack]] = []
     for start, end, span in exact:
         if recording.knows_line(span.stack) and span.cause is not Cause.IN_PROCESS:
             found.append((start, end, span, span.stack))
@@ -457,8 +457,8 @@ def _locate(exact: Sequence[tuple[int, int, Span]], recording: Recording) -> Ite
 
 
 def _with_stacks_of_neighbours(
-    pieces: Sequence[tuple[int, int, Span, Stack]], *, forwards: bool
-) -> list[tuple[int, int, Span, Stack]]:
+    pieces: Sequence[tuple[int, int, HostSpan, Stack]], *, forwards: bool
+) -> list[tuple[int, int, HostSpan, Stack]]:
     """Pieces without a stack get that of the one before, or after, that is of the same kind and not far away."""
     latest: dict[tuple[Cause, str, Stack], tuple[int, Stack]] = {}
     found = []
@@ -477,13 +477,13 @@ def _is_below(stack: Stack, caller: Stack) -> bool:
     return bool(stack) and (not caller or caller[0] in stack[1:])
 
 
-def _sampled(seen: Sequence[Doing], thread: int) -> list[tuple[int, int, Span]]:
+def _sampled(seen: Sequence[Doing], thread: int) -> list[tuple[int, int, HostSpan]]:
     found = []
     for each in seen:
         cause = _CAUSE_OF[each.state]
         if cause is Cause.PYTHON and any("torch_dynamo_resume_in" in site.function for site in each.stack[:1]):
             cause = Cause.GRAPH_BREAK
-        span = Span(thread, each.start_ns, each.end_ns, cause, each.stack, each.detail)
+        span = HostSpan(thread, each.start_ns, each.end_ns, cause, each.stack, each.detail)
         found.append((each.start_ns, each.end_ns, span))
     return found
 
@@ -495,8 +495,8 @@ def _long_stretches(seen: Sequence[Doing]) -> list[Interval]:
 
 
 def _within(
-    pieces: Sequence[tuple[int, int, Span]], free: Sequence[tuple[int, int]]
-) -> Iterator[tuple[int, int, Span]]:
+    pieces: Sequence[tuple[int, int, HostSpan]], free: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, HostSpan]]:
     """The parts of pieces that lie in free intervals; both are disjoint and in order."""
     i = k = 0
     while i < len(pieces) and k < len(free):

@@ -34,7 +34,7 @@ PACKAGES = ("/site-packages/", "/dist-packages/")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class HostSpan:
     """Something a thread did from begin to end, seen exactly.
 
     Attributes:
@@ -151,7 +151,7 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchCall:
     """A call that gave work to the device.
 
     Attributes:
@@ -183,7 +183,7 @@ class StreamWait:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProfiledStep:
     """From the end of one optimizer step (or batch) to the next."""
 
     start_ns: int
@@ -270,11 +270,11 @@ class Recording:
     start_ns: int = 0
     end_ns: int = 0
     thread: int = 0
-    steps: tuple[Step, ...] = ()
-    spans: tuple[Span, ...] = ()
+    steps: tuple[ProfiledStep, ...] = ()
+    spans: tuple[HostSpan, ...] = ()
     samples: tuple[Sample, ...] = ()
     activities: tuple[Activity, ...] = ()
-    launches: tuple[Launch, ...] = ()
+    launches: tuple[LaunchCall, ...] = ()
     waits: tuple[StreamWait, ...] = ()
     notes: tuple[Note, ...] = ()
     loaders: tuple[Loader, ...] = ()

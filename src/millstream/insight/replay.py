@@ -19,7 +19,7 @@ from millstream.insight.causes import Cause
 from millstream.insight.gaps import Slice, find_launch_runs, find_refills
 from millstream.insight.host import host_pieces
 from millstream.insight.intervals import overlay
-from millstream.insight.records import Activity, ActivityKind, Launch, Recording, Span, State
+from millstream.insight.records import Activity, ActivityKind, HostSpan, LaunchCall, Recording, State
 
 
 def recoverable_ns(
@@ -112,7 +112,7 @@ class _Model:
         piece_ends = [end for _, end, _ in pieces]
         work = _work_of(recording.activities)
         syncs = [span for span in recording.spans if span.cause is Cause.SYNC and span.thread == recording.thread]
-        calls: list[Launch | Span] = [*(each for each in launches if each.number in work), *syncs]
+        calls: list[LaunchCall | HostSpan] = [*(each for each in launches if each.number in work), *syncs]
         calls = [each for each in calls if start_ns <= each.start_ns < end_ns]
         calls.sort(key=lambda each: (each.start_ns, -each.end_ns))
         self.calls: list[_Call] = []
@@ -126,7 +126,7 @@ class _Model:
                     saved[span.cause] = saved.get(span.cause, 0) + last - first
             before_ns = each.start_ns - latest
             latest = max(each.end_ns, each.start_ns)
-            if isinstance(each, Span):  # what remains of the wait when the device is done
+            if isinstance(each, HostSpan):  # what remains of the wait when the device is done
                 rest_ns = each.end_ns - min(max(each.start_ns, done), each.end_ns)
                 is_of_copy = bool(self.calls) and self.calls[-1].is_blocking and before_ns <= _SAME_CALL_NS
                 self.calls.append(_Call(before_ns, saved, rest_ns, is_of_copy=is_of_copy))

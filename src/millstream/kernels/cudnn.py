@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from millstream.kernels import nodes
-from millstream.kernels.family import Epilogue, Writer
+from millstream.kernels.family import Epilogue, NodeWriter
 from millstream.kernels.nodes import ALIGNED_CHANNELS, arguments_of, values_of
 
 _IMAGES = (4, 5)  # dimensions: batch, channels, and two or three of space
 
 
-def bind_cudnn(node: torch.fx.Node) -> Writer | None:
+def bind_cudnn(node: torch.fx.Node) -> NodeWriter | None:
     """What computes a convolution into memory that it is given, where PyTorch would give it to cuDNN as it is."""
     if node.target is not torch.ops.aten.convolution.default or not _is_for_cudnn(values_of(node)):
         return None
     image, weight, _, stride, padding, dilation, _, _, groups = arguments_of(node)
-    return Writer(convolve, (image, weight, stride, padding, dilation, groups), str(node.target))
+    return NodeWriter(convolve, (image, weight, stride, padding, dilation, groups), str(node.target))
 
 
 def _is_for_cudnn(values: list[Any]) -> bool:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from millstream.graph import KernelKind
-from millstream.kernels.launches import Launch
+from millstream.kernels.launches import TritonLaunch
 from millstream.kernels.nodes import has_channels_last, values
 from millstream.passes.graph_pass import Pass
 from millstream.program import Program
 
 
-class Writer(NamedTuple):
+class NodeWriter(NamedTuple):
     """What computes a node of the wrapper into memory that it is given, as ``out``.
 
     Attributes:
@@ -82,7 +82,7 @@ class Grouping(NamedTuple):
 
     alone: Callable[..., None]
     task: Callable[..., Any]
-    launches: Callable[[Sequence[Any]], Iterable[Launch]]
+    launches: Callable[[Sequence[Any]], Iterable[TritonLaunch]]
     together: Callable[..., None]
     most_windows: int = 1
     is_by_need: bool = False
@@ -114,9 +114,9 @@ class Family:
     rewrite_images: tuple[Pass[..., None], ...] = ()
     rewrite: tuple[Pass[..., None], ...] = ()
     operators: tuple[Any, ...] = ()
-    bind: Callable[[torch.fx.Node], Writer | None] | None = None
+    bind: Callable[[torch.fx.Node], NodeWriter | None] | None = None
     absorb: Callable[[torch.fx.Node], Epilogue | None] | None = None
     grouping: Grouping | None = None
     fuse: Callable[[Program], Program] | None = None
-    launches: Callable[[Program], Iterable[Launch]] | None = None
+    launches: Callable[[Program], Iterable[TritonLaunch]] | None = None
     kernels: frozenset[str] = frozenset()

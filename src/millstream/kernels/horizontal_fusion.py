@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from millstream.graph import Kernel, KernelGraph, derive_dependencies
 from millstream.kernels.family import Grouping
-from millstream.kernels.launches import Launch
-from millstream.program import Call, Program
+from millstream.kernels.launches import TritonLaunch
+from millstream.program import KernelCall, Program
 
 MOST_TOGETHER = 8
 """Convolutions or weights in a launch: each is some arguments more, among which every block chooses."""
@@ -47,7 +47,7 @@ def fuse_horizontally(program: Program, groupings: Iterable[Grouping]) -> Progra
     return replace(program, graph=replace(old, kernels=kernels), calls=tuple(call for _, call in launches))
 
 
-def find_joint_launches(program: Program, groupings: Iterable[Grouping]) -> Iterator[Launch]:
+def find_joint_launches(program: Program, groupings: Iterable[Grouping]) -> Iterator[TritonLaunch]:
     """The launches that compute several at once, for tensors that are not there yet."""
     grouping_of = {each.together: each for each in groupings}
     for call in program.calls:
@@ -142,7 +142,7 @@ def _depths(graph: KernelGraph) -> tuple[list[int], list[int]]:
 
 def _join(
     program: Program, group: Sequence[int], grouping_of: Mapping[Callable[..., Any], Grouping]
-) -> tuple[Kernel, Call]:
+) -> tuple[Kernel, KernelCall]:
     kernels, calls = [program.graph.kernels[i] for i in group], [program.calls[i] for i in group]
     if len(group) == 1:
         return kernels[0], calls[0]
@@ -162,7 +162,7 @@ def _join(
         flops=sum(kernel.flops for kernel in kernels),
     )
     arguments = tuple((*call.args, call.kwargs["out"]) for call in calls)
-    return kernel, Call(grouping_of[calls[0].target].together, arguments, {})
+    return kernel, KernelCall(grouping_of[calls[0].target].together, arguments, {})
 
 
 def _order(graph: KernelGraph, groups: Sequence[Sequence[int]]) -> list[int]:

@@ -26,7 +26,7 @@ import torch
 from torch._inductor.async_compile import get_compile_threads
 
 
-class Launch(NamedTuple):
+class TritonLaunch(NamedTuple):
     """A Triton kernel and what it is to be launched with.
 
     Attributes:
@@ -85,7 +85,7 @@ def _described_roughly(argument: Any) -> Any:
 
 
 @contextlib.contextmanager
-def compiling(launches: Iterable[Launch]) -> Iterator[None]:
+def compiling(launches: Iterable[TritonLaunch]) -> Iterator[None]:
     """Compile kernels in other threads, until the end of the body at least.
 
     What cannot be compiled says so where it is launched.
@@ -107,7 +107,7 @@ def compiling(launches: Iterable[Launch]) -> Iterator[None]:
         yield
 
 
-def _compile(variants: Sequence[Launch], mode: Any, device: torch.device) -> None:
+def _compile(variants: Sequence[TritonLaunch], mode: Any, device: torch.device) -> None:
     with torch.cuda.device(device), mode:
         for launch in variants:
             with contextlib.suppress(Exception):

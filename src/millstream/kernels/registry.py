@@ -15,10 +15,10 @@ from millstream._torch.workarounds import left_out
 from millstream.kernels import channels_last, cudnn, horizontal_fusion
 from millstream.kernels.conv2d import channels, conv2d, conv2d_writer, epilogues, linear, split_k
 from millstream.kernels.depthwise import depthwise, prologues
-from millstream.kernels.family import Epilogue, Family, Grouping, Writer
-from millstream.kernels.launches import Launch, compiling
+from millstream.kernels.family import Epilogue, Family, Grouping, NodeWriter
+from millstream.kernels.launches import TritonLaunch, compiling
 from millstream.kernels.nodes import depths_of, values
-from millstream.kernels.weights import conversions, weights
+from millstream.kernels.weights import weight_layouts, weights
 from millstream.program import Program
 
 SWITCH = "own-kernels"
@@ -47,7 +47,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "weights",
         "copies of small weights with their channels last",
-        rewrite_images=(conversions.take_conversions,),
+        rewrite_images=(weight_layouts.take_conversions,),
         bind=weights.bind_weight,
         grouping=weights.GROUPING,
         kernels=frozenset({"convert"}),
@@ -136,7 +136,7 @@ def known_to_inductor() -> AbstractContextManager[None]:
     return channels_last.taken_for_convolutions([operator for each in families() for operator in each.operators])
 
 
-def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
+def find_launches(graph: torch.fx.Graph) -> Iterator[TritonLaunch]:
     """The kernels of our own that a graph of aten operators probably comes to.
 
     Inductor's fusion and layouts are not known yet: it is assumed that what lies equally deep here, does so in the
@@ -158,7 +158,7 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[Launch]:
 # --- after Inductor --------------------------------------------------------------------------------------------------
 
 
-def find_writer(node: torch.fx.Node) -> Writer | None:
+def find_writer(node: torch.fx.Node) -> NodeWriter | None:
     """What computes a node into memory that it is given; ``None`` where nothing does."""
     for family in families():
         writer = family.bind(node) if family.bind is not None else None

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from millstream.lower.inductor.probe import ask_early
-from millstream.program import Call, Layout, Program, Value, View
+from millstream.program import KernelCall, Program, TensorLayout, Value, View
 
 if TYPE_CHECKING:
     from millstream.lower.compile import Cutting, Lowered, LoweredForSizes, Phase, check_options, compile_graph
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from millstream.lower.segments import Segments
 
 __all__ = [
-    "Call",
     "Cutting",
-    "Layout",
+    "KernelCall",
     "Lowered",
     "LoweredForSizes",
     "Phase",
     "Program",
     "Segments",
+    "TensorLayout",
     "Value",
     "View",
     "ask_early",

@@ -26,7 +26,7 @@ from millstream._torch.tracing import is_higher_order
 from millstream.errors import LoweringError
 from millstream.lower.control_flow import CONTROL, Body, Control, Flow, register
 from millstream.lower.translate import source_line
-from millstream.program import Layout, Program, Value
+from millstream.program import Program, TensorLayout, Value
 
 #: Lowers the graph of a body, with examples of its inputs.
 Lower = Callable[[fx.GraphModule, list[Any]], Program]
@@ -139,7 +139,12 @@ def _body(gm: fx.GraphModule, attribute: fx.Node, flow: Flow, node: fx.Node, low
 
 
 def _fitted(
-    body: Body, given: Sequence[Layout], results: Sequence[Layout], num_carried: int, flow: Flow, number: int
+    body: Body,
+    given: Sequence[TensorLayout],
+    results: Sequence[TensorLayout],
+    num_carried: int,
+    flow: Flow,
+    number: int,
 ) -> Body:
     """A body with what has to be copied on the way into it and out of it."""
     made = list(body.made)
@@ -160,27 +165,27 @@ def _fitted(
     return Body(program, body.given, relaid, tuple(made), copied)
 
 
-def _lies_so(layout: Layout | None, wanted: Layout) -> bool:
+def _lies_so(layout: TensorLayout | None, wanted: TensorLayout) -> bool:
     return layout is not None and layout.stride == wanted.stride
 
 
-def _layout(value: Any, flow: Flow, node: fx.Node) -> Layout:
+def _layout(value: Any, flow: Flow, node: fx.Node) -> TensorLayout:
     if not isinstance(value, torch.Tensor):
         raise _refusal(flow, node, "takes or returns numbers, sizes or nothing beside tensors")
     if value.layout is not torch.strided or is_symbolic([*value.shape, *value.stride()]):
         raise _refusal(flow, node, "has sizes that are not known, or sparse tensors")
-    return Layout(tuple(value.shape), value.stride(), value.dtype, value.device)
+    return TensorLayout(tuple(value.shape), value.stride(), value.dtype, value.device)
 
 
-def _apart(layout: Layout) -> Layout:
+def _apart(layout: TensorLayout) -> TensorLayout:
     """The layout of a result: no two elements share memory."""
     if all(size == 1 or stride for size, stride in zip(layout.size, layout.stride, strict=True)):
         return layout
     return replace(layout, stride=tuple(torch.empty(layout.size, device="meta").stride()))
 
 
-def _slice_of(layout: Layout) -> Layout:
-    return Layout(layout.size[1:], layout.stride[1:], layout.dtype, layout.device)
+def _slice_of(layout: TensorLayout) -> TensorLayout:
+    return TensorLayout(layout.size[1:], layout.stride[1:], layout.dtype, layout.device)
 
 
 def _refusal(flow: Flow, node: fx.Node, what: str) -> LoweringError:

@@ -34,7 +34,7 @@ from millstream._torch.tracing import compiled_with_loops, traces_unnoticed
 from millstream._torch.workarounds import left_out
 from millstream.errors import ArgumentError, LoweringError, MillstreamError, MisreadError, did_you_mean
 from millstream.kernels import registry
-from millstream.kernels.launches import Launch, compiling
+from millstream.kernels.launches import TritonLaunch, compiling
 from millstream.lower import workarounds
 from millstream.lower.alternatives.table import options_of, rewrite_for
 from millstream.lower.alternatives.variants import Choosing, Pointer, Variants, find_choice, may_try, take_options, vary
@@ -47,7 +47,7 @@ from millstream.lower.inductor.fx_wrapper import collect_wrappers
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
 from millstream.lower.inductor.shortcuts import no_collections, shortcuts
-from millstream.lower.kept import Found, Record, open_record
+from millstream.lower.kept import FileContent, ProgramFile, open_record
 from millstream.lower.pass_list import check_names
 from millstream.lower.plain import plain_forward
 from millstream.lower.segments import Segments, cut, has_collectives
@@ -91,7 +91,7 @@ class Lowered:
     phase: Phase
     visible: frozenset[int]
     seconds: float
-    record: Record | None = None
+    record: ProgramFile | None = None
     keep_step: Callable[[list[Any]], None] | None = None
     variants: Variants[Lowered] | None = None
     tried: tuple[Tried, ...] = ()
@@ -120,7 +120,7 @@ class LoweredForSizes:
     phase: Phase
     visible: frozenset[int]
     seconds: float
-    record: Record | None = None
+    record: ProgramFile | None = None
     keep_step: Callable[[list[Any]], None] | None = None
 
     def at(self, sizes: tuple[int, ...]) -> Lowered:
@@ -405,7 +405,9 @@ def _lower(
     return replace(lowered, tried=tried) if isinstance(lowered, Lowered) else lowered
 
 
-def _from_disk(found: Found, step: Record, name: str, start: float, *, is_fixed: bool) -> Lowered | LoweredForSizes:
+def _from_disk(
+    found: FileContent, step: ProgramFile, name: str, start: float, *, is_fixed: bool
+) -> Lowered | LoweredForSizes:
     """The program that a step's own graph stands for."""
     program = _named(found.program, name)
     lowered = _as_lowered(program, Phase.STEP, frozenset(range(len(program.outputs))), start, step)
@@ -413,7 +415,7 @@ def _from_disk(found: Found, step: Record, name: str, start: float, *, is_fixed:
     return replace(lowered, tried=tried) if isinstance(lowered, Lowered) else lowered
 
 
-def _find(record: Record | None, stack: contextlib.ExitStack, *, waits: bool) -> Found | None:
+def _find(record: ProgramFile | None, stack: contextlib.ExitStack, *, waits: bool) -> FileContent | None:
     """The program on disk. Where it is not there yet, other processes wait until ``stack`` is closed."""
     if record is None:
         return None
@@ -437,7 +439,7 @@ def _lower_anew(
     """The program of a graph, the wrapper that it was translated from, and whether it is for many sizes."""
     symbolic = is_symbolic(inputs)
     num_outputs = len(_outputs(graph))
-    launches: Iterable[Launch] = ()
+    launches: Iterable[TritonLaunch] = ()
     bodies = partial(_lower_body, kwargs=kwargs, name=name, options=options)
     controls = take_control_flow(graph, bodies, is_backward=phase is Phase.BACKWARD)
     if phase is Phase.INFERENCE and not symbolic:  # own kernels are chosen by size
@@ -493,7 +495,7 @@ def _as_lowered(
     phase: Phase,
     visible: frozenset[int],
     start: float,
-    record: Record | None,
+    record: ProgramFile | None,
     *,
     symbolic: bool = False,
 ) -> Lowered | LoweredForSizes:

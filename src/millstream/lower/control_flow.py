@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from millstream.errors import InternalError
-from millstream.program import Layout, Program
+from millstream.program import Program, TensorLayout
 
 
 class Flow(StrEnum):
@@ -51,9 +51,9 @@ class Body:
     """
 
     program: Program
-    given: tuple[Layout, ...]
+    given: tuple[TensorLayout, ...]
     relaid: frozenset[int]
-    made: tuple[Layout, ...]
+    made: tuple[TensorLayout, ...]
     copied: frozenset[int]
 
 
@@ -75,7 +75,7 @@ class Control:
     num_carried: int
     num_sliced: int
     turns: int
-    results: tuple[Layout, ...]
+    results: tuple[TensorLayout, ...]
 
     def __call__(self, *_: Any) -> NoReturn:
         raise InternalError(f"No engine has prepared {self.flow}.")

@@ -25,20 +25,20 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils._pytree import tree_map
 
-from millstream._torch.distributed.collectives import Exchange
+from millstream._torch.distributed.collectives import BoundCollective
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.lower.pacing import Travel, pace
 from millstream.lower.segments import Segment, Segments
-from millstream.program import Call, Layout, Program, Value, View
+from millstream.program import KernelCall, Program, TensorLayout, Value, View
 
 COMMUNICATOR = "communicator"
 """The buffer without bytes that keeps collectives in order."""
 
 
 def merge(
-    name: str, segments: Segments, programs: Sequence[Program | None], exchanges: Sequence[Exchange]
+    name: str, segments: Segments, programs: Sequence[Program | None], exchanges: Sequence[BoundCollective]
 ) -> tuple[Program, tuple[int, ...]]:
     """Make one program of a graph that was cut.
 
@@ -62,11 +62,11 @@ class _Whole:
     """What there is of the program so far."""
 
     kernels: list[Kernel] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[KernelCall] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     views: dict[str, View] = field(default_factory=dict)
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    tensors: dict[str, Layout] = field(default_factory=dict)
+    layouts: dict[str, TensorLayout] = field(default_factory=dict)
+    tensors: dict[str, TensorLayout] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     aligned: set[str] = field(default_factory=set)
     memories: set[str] = field(default_factory=set)  # of collectives
@@ -75,14 +75,14 @@ class _Whole:
     def base(self, name: str) -> str:
         return self.views[name].base if name in self.views else name
 
-    def add(self, kernel: Kernel, call: Call) -> None:
+    def add(self, kernel: Kernel, call: KernelCall) -> None:
         self.kernels.append(replace(kernel, id=len(self.kernels)))
         self.written |= self.memories.intersection(kernel.writes)
         self.calls.append(call)
 
 
 class _Merger:
-    def __init__(self, name: str, segments: Segments, exchanges: Sequence[Exchange]) -> None:
+    def __init__(self, name: str, segments: Segments, exchanges: Sequence[BoundCollective]) -> None:
         self._name, self._segments, self._exchanges = name, segments, exchanges
         self._whole = _Whole()
         self._values: dict[int, str] = {}  # place in the segments' list of values -> name
@@ -117,7 +117,7 @@ class _Merger:
             memory, name = exchange.memory, self._memory(collective)
             size = memory.numel() * memory.element_size()
             self._whole.buffers[name] = Buffer(name, size, str(memory.device), Role.TEMPORARY)
-            self._whole.layouts[name] = Layout(tuple(memory.shape), memory.stride(), memory.dtype, memory.device)
+            self._whole.layouts[name] = TensorLayout(tuple(memory.shape), memory.stride(), memory.dtype, memory.device)
             self._whole.memories.add(name)
             self._first_sent.append(place + len(exchange.views))
             for part in (*exchange.views, *exchange.sent):
@@ -152,10 +152,10 @@ class _Merger:
                 if place >= self._segments.num_inputs:
                     continue
                 size = part.numel() * part.element_size()
-                layout = Layout(tuple(part.shape), part.stride(), part.dtype, part.device)
+                layout = TensorLayout(tuple(part.shape), part.stride(), part.dtype, part.device)
                 self._add_input(place, Buffer("", size, str(part.device), Role.STATE), layout)
 
-    def _add_input(self, place: int, buffer: Buffer, layout: Layout | None) -> str:
+    def _add_input(self, place: int, buffer: Buffer, layout: TensorLayout | None) -> str:
         self._values[place] = self._inputs[place] = name = f"arg{place}"
         self._whole.buffers.setdefault(name, replace(buffer, id=name))
         if layout is not None:
@@ -189,7 +189,7 @@ class _Merger:
             num_bytes=2 * whole.buffers[memory].num_bytes,
         )
         self._copies[collective] = len(whole.kernels)
-        whole.add(kernel, Call(torch._foreach_copy_, (views, list(map(Value, sources))), {}))
+        whole.add(kernel, KernelCall(torch._foreach_copy_, (views, list(map(Value, sources))), {}))
 
     def _add_collective(self, collective: int) -> None:
         exchange, memory = self._exchanges[collective], self._memory(collective)
@@ -206,7 +206,7 @@ class _Merger:
         )
         travel = Travel(len(self._whole.kernels), memory, self._copies.get(collective), exchange.is_paced)
         self._travels.append(travel)
-        self._whole.add(kernel, Call(exchange.perform, (Value(memory),), {}))
+        self._whole.add(kernel, KernelCall(exchange.perform, (Value(memory),), {}))
 
     def _finish(self) -> tuple[Program, tuple[int, ...]]:
         whole = self._whole
@@ -303,7 +303,7 @@ class _Copier:
             parts=(*self._buffers(kernel.parts), *parts),
         )
 
-    def _call(self, call: Call) -> Call:
+    def _call(self, call: KernelCall) -> KernelCall:
         args, kwargs = tree_map(
             lambda item: Value(self._value(item.name)) if isinstance(item, Value) else item, (call.args, call.kwargs)
         )

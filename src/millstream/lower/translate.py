@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
-from millstream._torch.compiler.hints import stream_hint_of
+from millstream._torch.compiler.node_notes import stream_hint_of
 from millstream._torch.compiler.symbols import NUMBERS, simplified, without_guards
 from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
@@ -40,7 +40,7 @@ from millstream.lower.operators import (
     may_raise,
     written_arguments,
 )
-from millstream.program import EMPTY, WHOLE, Call, Layout, Program, Value, View
+from millstream.program import EMPTY, WHOLE, KernelCall, Program, TensorLayout, Value, View
 
 _PRETENDED = ("rng:", WHOLE)
 """How names of buffers begin that are no memory of the program's: generators, and that."""
@@ -79,9 +79,9 @@ class _Translator:
         self.inputs: list[str | None] = []
         self.static_names: set[str] = set()
         self.views: dict[str, View] = {}
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, TensorLayout] = {}
         self.constants: dict[str, torch.Tensor] = {}
-        self.calls: list[Call] = []
+        self.calls: list[KernelCall] = []
         self.kernels: list[Kernel] = []
         self.bytes: dict[str, int] = {}
         self.device: dict[str, str] = {}
@@ -150,7 +150,7 @@ class _Translator:
     def _add_allocation(self, node: torch.fx.Node, size: Any, stride: Any) -> None:
         size, stride = (tuple(map(plain_size, part)) for part in (size, stride))
         value = node.meta["val"]
-        self.layouts[node.name] = Layout(size, stride, value.dtype, numbered(value.device))
+        self.layouts[node.name] = TensorLayout(size, stride, value.dtype, numbered(value.device))
         self._add_storage(node.name, value)
 
     def _leave_empty(self, names: Iterable[str]) -> None:
@@ -175,7 +175,7 @@ class _Translator:
                 )
             )
             options = {"dtype": layout.dtype, "device": layout.device}
-            self.calls.append(Call(EMPTY, (layout.size, layout.stride), options, results=((None, name),)))
+            self.calls.append(KernelCall(EMPTY, (layout.size, layout.stride), options, results=((None, name),)))
 
     def _add_view(self, node: torch.fx.Node) -> None:
         arguments: Any = node.args
@@ -276,12 +276,12 @@ class _Translator:
             )
         )
         if writer is not None:
-            call = Call(writer.function, self._values(writer.arguments), {"out": Value(node.name)})
+            call = KernelCall(writer.function, self._values(writer.arguments), {"out": Value(node.name)})
         elif generated and target.tuner is not None:
-            call = Call(target.function, self._values(node.args), {}, stream_keyword="stream")
+            call = KernelCall(target.function, self._values(node.args), {}, stream_keyword="stream")
         else:
             callee = target.function if generated else node.meta.get("callee") or target
-            call = Call(callee, self._values(node.args), self._values(dict(node.kwargs)))
+            call = KernelCall(callee, self._values(node.args), self._values(dict(node.kwargs)))
         self.calls.append(call)
         if isinstance(value, torch.Tensor) and "out" not in node.kwargs and not generated and writer is None:
             self._bind_result(node, self.kernels[-1])
@@ -314,7 +314,7 @@ class _Translator:
                 module="" if lead is None else module_path(lead),
             )
         )
-        self.calls.append(Call(control, self._values(node.args[:1]), {}))
+        self.calls.append(KernelCall(control, self._values(node.args[:1]), {}))
 
     def _flops(self, node: torch.fx.Node, origins: Any) -> Any:
         if isinstance(node.target, GeneratedKernel):
@@ -351,7 +351,9 @@ class _Translator:
         if output is not result and set(result.users) != {node}:
             return False
         kernel = self.kernels[position]
-        self.calls[position] = Call(found.function, self._values(found.arguments), {}, results=((None, output.name),))
+        self.calls[position] = KernelCall(
+            found.function, self._values(found.arguments), {}, results=((None, output.name),)
+        )
         self.kernels[position] = replace(
             kernel,
             name=f"{kernel.name}{found.name}",
@@ -470,7 +472,7 @@ class _Translator:
             mutated=frozenset(name for name in inputs if name in written),
             aligned=frozenset(name for i, name in enumerate(self.inputs) if name is not None and i in self.aligned),
             tensors={
-                name: Layout(*layout_of(value), value.dtype, numbered(value.device))
+                name: TensorLayout(*layout_of(value), value.dtype, numbered(value.device))
                 for name, value in self.fake.items()
             },
             numbers=self.numbers,

@@ -20,7 +20,7 @@ MOST_ITEMS = 16
 """Of a constant tensor whose values count, and of numbers that are told."""
 
 
-class _Way(NamedTuple):
+class _Derivation(NamedTuple):
     """How a value comes about: its text's digest, the numbers in it, and what it depends on."""
 
     digest: str
@@ -45,17 +45,17 @@ def updates_of(gm: fx.GraphModule, names: Sequence[str], num_given: int) -> tupl
     first_given = len(inputs) - num_given
     name_of = dict(zip(inputs[first_given - len(names) : first_given], names, strict=True))
     own = set(inputs[first_given:])
-    ways: dict[fx.Node, _Way] = {}
+    ways: dict[fx.Node, _Derivation] = {}
     lines = []
     for node in nodes:
         if node.target is EXCHANGE:
             exchange = exchange_of(node.args[1])
             if exchange.is_divided:
                 return ()
-            ways[node] = _Way(_digest(exchange.label), frozenset(), True, False)
+            ways[node] = _Derivation(_digest(exchange.label), frozenset(), True, False)
         elif node.op in ("placeholder", "get_attr"):
             value = getattr(gm, str(node.target), None) if node.op == "get_attr" else node.meta.get("val")
-            ways[node] = _Way(_digest(f"{name_of.get(node)} {_looks(value)}"), frozenset(), False, node in own)
+            ways[node] = _Derivation(_digest(f"{name_of.get(node)} {_looks(value)}"), frozenset(), False, node in own)
         elif node.op == "call_function":
             ways[node] = _way_of(node, ways)
         if node.target is torch.ops.aten.copy_.default and node.args[0] in name_of:
@@ -66,7 +66,7 @@ def updates_of(gm: fx.GraphModule, names: Sequence[str], num_given: int) -> tupl
     return tuple(lines)
 
 
-def _way_of(node: fx.Node, ways: dict[fx.Node, _Way]) -> _Way:
+def _way_of(node: fx.Node, ways: dict[fx.Node, _Derivation]) -> _Derivation:
     numbers: set[str] = set()
 
     def text(argument: Any) -> str:
@@ -80,7 +80,7 @@ def _way_of(node: fx.Node, ways: dict[fx.Node, _Way]) -> _Way:
 
     parts = [str(node.target), *map(text, node.args), *(f"{key}={text(each)}" for key, each in node.kwargs.items())]
     before = [ways[each] for each in node.all_input_nodes]
-    return _Way(
+    return _Derivation(
         _digest(" ".join(parts)),
         frozenset(numbers).union(*(each.numbers for each in before)),
         any(each.is_reduced for each in before),

@@ -6,8 +6,8 @@
 """
 
 from millstream.manual.auxiliary import aux_streams
-from millstream.manual.backward import dual_stream_backward
 from millstream.manual.branches import Parallel, parallel
+from millstream.manual.dual_backward import dual_stream_backward
 from millstream.manual.scope import streams
 
 __all__ = ["Parallel", "aux_streams", "dual_stream_backward", "parallel", "streams"]

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from millstream._torch.operators import is_being_traced, num_modes
+from millstream._torch.dispatcher import is_being_traced, num_modes
 from millstream.device import MAX_STREAMS, DeviceContext, Stream
 from millstream.errors import ArgumentError, DeviceError
 from millstream.manual.hints import HintedStreams
-from millstream.manual.operators import look_up
+from millstream.manual.operator_rules import look_up
 from millstream.manual.scope import Device, Scope, SerialHandle, find_context
-from millstream.manual.session import find_session
+from millstream.manual.thread_streams import find_session
 
 _HERE = SerialHandle()
 _tried: set[tuple[DeviceContext, int]] = set()  # streams that have had their workspace

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from millstream._torch.compiler.hints import annotate_stream, current_stream_hint
+from millstream._torch.compiler.node_notes import annotate_stream, current_stream_hint
 from millstream.errors import ArgumentError
-from millstream.manual.operators import Functions, look_up
-from millstream.manual.session import scope_is_over
+from millstream.manual.operator_rules import Functions, look_up
+from millstream.manual.thread_streams import scope_is_over
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,7 +9,7 @@ import torch
 from millstream._torch.tensors import is_storage_gone, storage_behind
 from millstream.device import DeviceContext, Event, Stream
 from millstream.errors import StreamError
-from millstream.manual.ordering import Memory, Ordering, Steps
+from millstream.manual.ordering import Ordering, Steps, TrackedStorage
 
 LOOK_EVERY = 64
 """So many storages are held before the host asks whether the device is done with them."""
@@ -50,7 +50,7 @@ class Issuer:
             else:
                 event.wait(streams[index])
 
-    def use(self, index: int, reads: Sequence[Memory], writes: Sequence[Memory] = ()) -> None:
+    def use(self, index: int, reads: Sequence[TrackedStorage], writes: Sequence[TrackedStorage] = ()) -> None:
         """Let a stream wait for what its next work needs, and hold what it uses away from home."""
         ordering = self._ordering
         marked = torch.is_grad_enabled()
@@ -64,7 +64,7 @@ class Issuer:
         """Let all streams wait for each other."""
         self.do(self._ordering.meet())
 
-    def protect(self, memories: list[Memory], index: int, marked: bool) -> None:
+    def protect(self, memories: list[TrackedStorage], index: int, marked: bool) -> None:
         """See that nobody frees what is used away from home: hold it, or where autograd may save it, mark it.
 
         Autograd frees what it saved when the host is through with a node, in whatever thread, and calls nothing here.
@@ -91,7 +91,7 @@ class Issuer:
         if not marked and len(self._ordering.held) >= self._look_at and not self.capturing:
             self._look()
 
-    def protect_survivors(self, memories: Iterable[Memory]) -> None:
+    def protect_survivors(self, memories: Iterable[TrackedStorage]) -> None:
         """Mark what was made on other streams and lives on: the caller's stream uses it, and autograd may free it."""
         for memory in memories:
             if memory.home and (storage := storage_behind(memory.reference)) is not None:
@@ -137,7 +137,7 @@ class Issuer:
                 self._marks.append((event, stream, tick))
         self._look_at = len(ordering.held) + LOOK_EVERY
 
-    def _let_go(self, memories: Iterable[Memory]) -> None:
+    def _let_go(self, memories: Iterable[TrackedStorage]) -> None:
         for memory in memories:
             memory.kept = None
             # Somebody else has it still.

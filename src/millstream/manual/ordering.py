@@ -32,7 +32,7 @@ _NO_STREAMS: frozenset[int] = frozenset()
 _BEFORE_ALL = -1  # a tick: not even what the parent had issued before the fork is known to be over
 
 
-class Memory:
+class TrackedStorage:
     """One storage, as the ordering knows it.
 
     Attributes:
@@ -85,8 +85,8 @@ class Ordering:
         self._forks: list[int | None] = []  # per stream: the event that it must wait for before its next work
         self._marks: list[_Mark | None] = []  # per event: two for each stream, its tail and its fork
         self._reached: list[int] = []  # per stream: the tick that the host knows to be over
-        self.held: dict[Memory, None] = {}
-        self.crossings: list[Memory] = []
+        self.held: dict[TrackedStorage, None] = {}
+        self.crossings: list[TrackedStorage] = []
         self.add_stream()
 
     # --- streams
@@ -156,8 +156,8 @@ class Ordering:
     def use(  # noqa: C901 - in every operator: each call would be one more
         self,
         stream: int,
-        reads: Sequence[Memory],
-        writes: Sequence[Memory] = (),
+        reads: Sequence[TrackedStorage],
+        writes: Sequence[TrackedStorage] = (),
         hold: bool = True,
     ) -> Steps:
         """Say that the next work on a stream uses storages; return what must be recorded and waited for first.
@@ -173,7 +173,7 @@ class Ordering:
         needs: dict[int, int] | None = None  # the tick of each other stream that this one must come after
         if self._forks[stream] is not None:
             needs = self._fork_needs(stream)
-        crossings: list[Memory] | None = None
+        crossings: list[TrackedStorage] | None = None
         for memory in reads:
             writer = memory.writer
             if writer != stream and seen[writer] < memory.written > 0:
@@ -209,7 +209,7 @@ class Ordering:
                 self.held[memory] = None
         return steps
 
-    def make(self, memory: Memory, stream: int) -> None:
+    def make(self, memory: TrackedStorage, stream: int) -> None:
         """Say that the work issued last on a stream has allocated a storage and written it."""
         memory.home = memory.writer = stream
         memory.written = self._ticks[stream]
@@ -229,25 +229,25 @@ class Ordering:
         """Say that the device is done with everything."""
         self._reached = list(self._ticks)
 
-    def release(self) -> list[Memory]:
+    def release(self) -> list[TrackedStorage]:
         """Let go of what may be freed by now, and return it."""
         free = [memory for memory in self.held if self._may_go(memory)]
         for memory in free:
             self._let_go(memory)
         return free
 
-    def release_all(self) -> list[Memory]:
+    def release_all(self) -> list[TrackedStorage]:
         """Let go of everything: right where all streams have met."""
         free = list(self.held)
         for memory in free:
             self._let_go(memory)
         return free
 
-    def _let_go(self, memory: Memory) -> None:
+    def _let_go(self, memory: TrackedStorage) -> None:
         del self.held[memory]
         memory.crossed = _NO_STREAMS
 
-    def _may_go(self, memory: Memory) -> bool:
+    def _may_go(self, memory: TrackedStorage) -> bool:
         uses = dict(memory.readers)
         if memory.written:
             uses[memory.writer] = max(memory.written, uses.get(memory.writer, 0))

@@ -10,12 +10,12 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from millstream._torch.operators import is_being_traced
+from millstream._torch.dispatcher import is_being_traced
 from millstream.device import MAX_STREAMS, DeviceContext, Place, Stream, context
 from millstream.errors import ArgumentError, StreamError
 from millstream.manual.hints import HintedScope
-from millstream.manual.operators import Functions, find_function, look_up
-from millstream.manual.session import Session, find_session, open_session, scope_is_over
+from millstream.manual.operator_rules import Functions, find_function, look_up
+from millstream.manual.thread_streams import ThreadStreams, find_session, open_session, scope_is_over
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,7 +92,7 @@ class Scope(AbstractContextManager["Scope"]):
     def __init__(self, num_streams: int, context: DeviceContext, *, check: bool = False) -> None:
         self.num_streams, self.check = num_streams, check
         self._context = context
-        self._session: Session | None = None
+        self._session: ThreadStreams | None = None
         self._handles: list[StreamHandle | None] = []
         self._indices: list[int] = []
 
@@ -186,7 +186,7 @@ class StreamHandle(Functions):
     Its attributes are the functions of ``torch.nn.functional`` and ``torch``.
     """
 
-    def __init__(self, scope: Scope, session: Session, index: int) -> None:
+    def __init__(self, scope: Scope, session: ThreadStreams, index: int) -> None:
         self._scope, self._session, self._index = scope, session, index
         self._on: list[AbstractContextManager[None]] = []
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from millstream._torch.tensors import drop_storage_reference, is_storage_gone
 from millstream.device import DeviceContext
 from millstream.errors import StreamError
-from millstream.manual.operators import Recipe
-from millstream.manual.ordering import Memory, Ordering
+from millstream.manual.operator_rules import OperatorRule
+from millstream.manual.ordering import Ordering, TrackedStorage
 
 CLEAN_EVERY = 1024
 """So many storages are met before those that are gone are forgotten."""
@@ -38,10 +38,10 @@ class Storages:
     def __init__(self, context: DeviceContext, ordering: Ordering) -> None:
         self._context = context
         self._ordering = ordering
-        self.memories: dict[int, Memory] = {}
+        self.memories: dict[int, TrackedStorage] = {}
         self._clean_at = CLEAN_EVERY
 
-    def find(self, tensor: Tensor) -> Memory | None:
+    def find(self, tensor: Tensor) -> TrackedStorage | None:
         """The memory of a tensor, also one that has not been met yet; ``None`` where it has none that can be told.
 
         Raises:
@@ -50,9 +50,9 @@ class Storages:
         storage = storage_of(tensor)
         return None if storage is None else self.memories.get(storage._cdata) or self._meet(tensor, storage)
 
-    def find_plain(self, args: Iterable[Any], kwargs: dict[str, Any]) -> list[Memory] | None:
+    def find_plain(self, args: Iterable[Any], kwargs: dict[str, Any]) -> list[TrackedStorage] | None:
         """The memories of plain tensors among arguments; ``None`` where there are others."""
-        uses: list[Memory] = []
+        uses: list[TrackedStorage] = []
         memories = self.memories
         if kwargs:
             if "out" in kwargs:
@@ -78,13 +78,13 @@ class Storages:
         return uses
 
     def find_uses(
-        self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Memory], list[Memory], bool]:
+        self, recipe: OperatorRule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[TrackedStorage], list[TrackedStorage], bool]:
         """What an operator reads and what it writes, and whether it uses memory that cannot be determined."""
         if not recipe.positions and not recipe.names and (plain := self.find_plain(args, kwargs)) is not None:
             return plain, [], False
-        reads: list[Memory] = []
-        writes: list[Memory] = []
+        reads: list[TrackedStorage] = []
+        writes: list[TrackedStorage] = []
         is_opaque = False
         named = ((key in recipe.names, value) for key, value in kwargs.items())
         for is_written, value in (*((i in recipe.positions, value) for i, value in enumerate(args)), *named):
@@ -98,7 +98,7 @@ class Storages:
                     is_opaque = True
         return reads, writes, is_opaque
 
-    def add_results(self, result: Any, index: int | None) -> list[Memory]:
+    def add_results(self, result: Any, index: int | None) -> list[TrackedStorage]:
         """Add the storages that work on a stream has just made; ``index`` is ``None`` for a stream of somebody else."""
         made = []
         for tensor in (result,) if type(result) in PLAIN else tensors_in((result,)):
@@ -107,11 +107,11 @@ class Storages:
                 made.append(self.add(storage, index))
         return made
 
-    def add(self, storage: torch.UntypedStorage, index: int | None) -> Memory:
+    def add(self, storage: torch.UntypedStorage, index: int | None) -> TrackedStorage:
         """Add a storage that is not known yet; ``index`` is the stream that has made it."""
         if len(self.memories) > self._clean_at:
             self._clean()
-        memory = self.memories[storage._cdata] = Memory(index, storage._weak_ref())
+        memory = self.memories[storage._cdata] = TrackedStorage(index, storage._weak_ref())
         if index is not None:
             self._ordering.make(memory, index)
         return memory
@@ -120,11 +120,11 @@ class Storages:
         """Forget all storages."""
         self._forget(self.memories)
 
-    def _meet(self, tensor: Tensor, storage: torch.UntypedStorage) -> Memory:
+    def _meet(self, tensor: Tensor, storage: torch.UntypedStorage) -> TrackedStorage:
         """Meet a storage that is older than the session."""
         device = tensor.device
         if storage.device.type == "meta":
-            return Memory(0)
+            return TrackedStorage(0)
         if not self._may_use(device):
             raise StreamError(
                 f"A tensor of {device} is used on a stream of {self._context.place}: move it there first, or open a "
@@ -143,7 +143,7 @@ class Storages:
         self._forget({key: each for key, each in self.memories.items() if is_storage_gone(each.reference)})
         self._clean_at = len(self.memories) + CLEAN_EVERY
 
-    def _forget(self, memories: dict[int, Memory]) -> None:
+    def _forget(self, memories: dict[int, TrackedStorage]) -> None:
         for key, memory in [*memories.items()]:
             del self.memories[key]
             drop_storage_reference(memory.reference)

@@ -81,7 +81,7 @@ def _check_devices(placed: KernelGraph, kernel: Kernel, order_only: Collection[s
 def _check_values(graph: KernelGraph, placement: Placement) -> None:
     """Run both on made-up values: what a storage holds tells by which kernels it was written, in which order."""
     numbers: dict[Hashable, int] = {}
-    wanted, found = _Values(graph, {}, numbers), _Values(placement.graph, placement.copy_of, numbers)
+    wanted, found = _StorageHistory(graph, {}, numbers), _StorageHistory(placement.graph, placement.copy_of, numbers)
     before: dict[int, dict[str, int]] = {}
     for kernel in graph.kernels:
         before[kernel.id] = wanted.launch(kernel.id, kernel.id)
@@ -99,7 +99,7 @@ def _check_values(graph: KernelGraph, placement: Placement) -> None:
             raise PlanError(f"{storage!r} has another value in the end than by the program", buffer=storage)
 
 
-class _Values:
+class _StorageHistory:
     """What the storages of a graph hold, as numbers: equal ones stand for the same history."""
 
     def __init__(self, graph: KernelGraph, copy_of: Mapping[str, str], numbers: dict[Hashable, int]) -> None:

@@ -41,7 +41,7 @@ def place(graph: KernelGraph, costs: Costs, machine: Machine, constraints: Const
     Raises:
         ArgumentError: No placement was found that fits the memory.
     """
-    best = _Search(graph, costs, machine, constraints or Constraints()).run()
+    best = _PlacementSearch(graph, costs, machine, constraints or Constraints()).run()
     if best.excess_bytes:
         raise ArgumentError(
             f"a bound of {machine.memory_bytes} bytes on each of {len(machine.devices)} devices is too small for "
@@ -56,7 +56,7 @@ def on_one(graph: KernelGraph, costs: Costs, machine: Machine) -> PlacedPlan:
     return PlacedPlan(insert_copies(graph, [machine.home] * len(graph.kernels), machine.home), costs, machine)
 
 
-class _Search:
+class _PlacementSearch:
     """What has been looked at so far."""
 
     def __init__(self, graph: KernelGraph, costs: Costs, machine: Machine, constraints: Constraints) -> None:

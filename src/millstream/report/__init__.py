@@ -1,16 +1,16 @@
 """What people see: explanations as text and as data, timelines as pictures."""
 
 from millstream.report.account import Account
-from millstream.report.communication import Arrivals, CommunicationReport
 from millstream.report.explanation import Explanation
 from millstream.report.pictures.html import to_html
 from millstream.report.pictures.perfetto import to_perfetto
 from millstream.report.pictures.picture import Arrow, Bar, Picture, draw_timeline
 from millstream.report.pictures.svg import to_svg
 from millstream.report.pictures.terminal import sketch_streams
-from millstream.report.program import ProgramReport
+from millstream.report.program_report import ProgramReport
 from millstream.report.saved import SavedStep, read_steps, saved_steps
-from millstream.report.sizes import OneSize
+from millstream.report.size_report import OneSize
+from millstream.report.traffic import Arrivals, CommunicationReport
 
 __all__ = [
     "Account",

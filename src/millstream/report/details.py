@@ -9,8 +9,8 @@ from millstream.graph import Candidate, Kernel
 from millstream.report.words import count, duration, percent, size
 
 if TYPE_CHECKING:
-    from millstream.report.communication import CommunicationReport
-    from millstream.report.program import ProgramReport
+    from millstream.report.program_report import ProgramReport
+    from millstream.report.traffic import CommunicationReport
 
 MAX_KERNELS = 500  # rows of a table: the page stays below 2 MB
 MAX_MODULES = 12  # rows of the sums: as deep into the model as that allows

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from millstream.errors import ArgumentError, check_folder
-from millstream.report.communication import CommunicationReport
 from millstream.report.details import sections_of
 from millstream.report.pictures.html import to_html
 from millstream.report.pictures.perfetto import to_perfetto
 from millstream.report.pictures.picture import Picture
 from millstream.report.pictures.svg import to_svg
-from millstream.report.program import ProgramReport
+from millstream.report.program_report import ProgramReport
 from millstream.report.saved import saved_steps
-from millstream.report.sizes import MOST_SIZES
+from millstream.report.size_report import MOST_SIZES
+from millstream.report.traffic import CommunicationReport
 from millstream.report.words import count, duration, shorten, size, table
 
 _WRITERS: dict[str, Callable[[Sequence[Picture]], str]] = {".html": to_html, ".svg": to_svg, ".json": to_perfetto}

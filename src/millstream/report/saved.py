@@ -10,7 +10,7 @@ from typing import Any
 from millstream.cost import Costs, KernelCost
 from millstream.errors import ArgumentError
 from millstream.graph import KernelKind, Plan, format_plan, parse_plan, validate_graph
-from millstream.report.communication import CommunicationReport
+from millstream.report.traffic import CommunicationReport
 
 KEY, FORMAT = "millstream_steps", 1
 _MOST_NS = 1 << 42  # 73 minutes: more is a spoiled file

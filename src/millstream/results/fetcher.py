@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.data.transfer.layout import describe_apart, is_plain, narrow_repeats, plan_layout, view_leaf
+from millstream.data.transfer.batch_layout import describe_apart, is_plain, narrow_repeats, plan_layout, view_leaf
 from millstream.device import DeviceContext, Stream, StreamMarker, wait_until_reached
-from millstream.device.drivers.base import Copies
+from millstream.device.drivers.driver import Copies
 from millstream.errors import DeviceError, FeedError
 from millstream.results.pool import PoolClosed, ResultPool
 from millstream.results.result import Fetched, OnResult, Result, bring, fail, flatten, read

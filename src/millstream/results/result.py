@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from millstream.data.transfer.layout import LeafSpec, view_leaf
+from millstream.data.transfer.batch_layout import LeafSpec, view_leaf
 from millstream.device import Stream, StreamMarker
 from millstream.errors import never_the_end, skip_frames
 from millstream.results.pool import Stretch

@@ -11,7 +11,7 @@ from millstream.schedule.assignment import (
     by_urgency,
 )
 from millstream.schedule.lifetimes import Lifetime, derive_lifetimes, peak_bytes
-from millstream.schedule.memory import assign_offsets
+from millstream.schedule.packing import assign_offsets
 from millstream.schedule.policies import POLICIES, Policy, plan_graph
 from millstream.schedule.ranking import critical_path, critical_path_ns, rank_kernels
 from millstream.schedule.scheduling import HAND_STREAMS, MOST_STREAMS, Scheduling, Tune

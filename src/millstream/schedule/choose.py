@@ -60,7 +60,7 @@ ON_GPU = Rules(slack=0.01, promise=0.0, margin=0.01)
 ON_CPU = Rules(slack=0.10, promise=0.10, margin=0.03)  # its machine does other things, too
 
 
-class Recipe(NamedTuple):
+class PlanRecipe(NamedTuple):
     """How a plan is made.
 
     Attributes:
@@ -90,7 +90,7 @@ class CandidatePlan:
     plan: Plan
     peak_bytes: int
     predicted_ns: int
-    recipe: Recipe | None = None
+    recipe: PlanRecipe | None = None
 
     def is_promising(self, serial: CandidatePlan, rules: Rules) -> bool:
         """Whether it is predicted to be as much faster than one stream as it takes to be tried."""
@@ -169,25 +169,27 @@ def propose_threads(
     return [CandidatePlan(serial, peak_bytes(serial), serial_ns), *others]
 
 
-def _recipes(graph: KernelGraph, scheduling: Scheduling) -> list[Recipe]:
+def _recipes(graph: KernelGraph, scheduling: Scheduling) -> list[PlanRecipe]:
     """The ways to make a plan with several streams that are considered."""
     counts = STREAM_COUNTS if scheduling.streams is None else (scheduling.streams,)
     policies = TRIED_POLICIES if scheduling.policy is None else (scheduling.policy,)
     if scheduling.policy is None and graph.has_hints:
         policies = (*policies, "manual")
     return [
-        Recipe(policy, num_streams, *variant)
+        PlanRecipe(policy, num_streams, *variant)
         for variant, num_streams, policy in product(VARIANTS, counts, policies)
         if variant is VARIANTS[0] or policy == policies[0]
     ]
 
 
-def _propose_by(recipe: Recipe, graph: KernelGraph, costs: Costs, scheduling: Scheduling, budget: int) -> CandidatePlan:
+def _propose_by(
+    recipe: PlanRecipe, graph: KernelGraph, costs: Costs, scheduling: Scheduling, budget: int
+) -> CandidatePlan:
     fewer = scheduling.streams is not None  # else they are candidates themselves
     return replace(assess(plan_by(recipe, graph, costs, budget, fewer=fewer), costs), recipe=recipe)
 
 
-def plan_by(recipe: Recipe, graph: KernelGraph, costs: Costs, budget: int, *, fewer: bool = False) -> Plan:
+def plan_by(recipe: PlanRecipe, graph: KernelGraph, costs: Costs, budget: int, *, fewer: bool = False) -> Plan:
     """Make a plan, with small kernels apart from each other.
 
     Args:
@@ -339,7 +341,7 @@ def from_json(
         read = [Candidate(**entry) for entry in noted["candidates"]]
         candidates = tuple(replace(each, spread=Spread(each.spread)) for each in read)
         hash(candidates)  # one that holds anything but numbers and words has none
-        recipe = None if noted["recipe"] is None else Recipe(*noted["recipe"])
+        recipe = None if noted["recipe"] is None else PlanRecipe(*noted["recipe"])
         (chosen,) = (each for each in candidates if each.is_chosen)
     except (KeyError, TypeError, ValueError):
         return None

@@ -2,7 +2,7 @@
 
 from millstream.simulate.clock import simulate
 from millstream.simulate.communication import (
-    Transfer,
+    CollectiveTransfer,
     bucket_bytes,
     find_transfers,
     find_updates,
@@ -15,8 +15,8 @@ from millstream.simulate.scaling import ASSUMPTIONS, Prediction, costs_on, predi
 
 __all__ = [
     "ASSUMPTIONS",
+    "CollectiveTransfer",
     "Prediction",
-    "Transfer",
     "bucket_bytes",
     "costs_on",
     "find_transfers",

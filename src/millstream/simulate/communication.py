@@ -24,7 +24,7 @@ REDUCING = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class CollectiveTransfer:
     """One collective in a run.
 
     Attributes:
@@ -72,7 +72,7 @@ def bucket_bytes(graph: KernelGraph, kernel: Kernel) -> int:
     return sum(graph.buffer_of[name].num_bytes for name in kernel.writes)
 
 
-def find_transfers(graph: KernelGraph, timeline: Timeline) -> tuple[Transfer, ...]:
+def find_transfers(graph: KernelGraph, timeline: Timeline) -> tuple[CollectiveTransfer, ...]:
     """The collectives of a run, predicted or traced, in the order in which they began."""
     collectives = {kernel.id for kernel in graph.kernels if kernel.kind is KernelKind.COLLECTIVE}
     if not collectives:
@@ -92,7 +92,7 @@ def find_transfers(graph: KernelGraph, timeline: Timeline) -> tuple[Transfer, ..
         ready_ns = max((end_of.get(maker, 0) for maker in makers), default=0)
         hidden_ns = sum(max(0, min(span.end_ns, end) - max(span.start_ns, start)) for start, end in computing)
         found.append(
-            Transfer(
+            CollectiveTransfer(
                 kernel.id,
                 operation_of(kernel),
                 kernel.name.removeprefix("exchange "),

@@ -13,7 +13,7 @@ from millstream.cost import CPU, H200, Costs, KernelCost, Network
 from millstream.errors import ArgumentError
 from millstream.graph import Kernel, KernelKind, Plan
 from millstream.simulate.clock import simulate
-from millstream.simulate.communication import Transfer, bucket_bytes, find_transfers, leave_out, operation_of
+from millstream.simulate.communication import CollectiveTransfer, bucket_bytes, find_transfers, leave_out, operation_of
 
 ASSUMPTIONS = (
     "every device computes the same in the same time, and none comes late",
@@ -40,7 +40,7 @@ class Prediction:
     num_devices: int
     step_ns: int
     one_ns: int
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[CollectiveTransfer, ...]
     ways: tuple[str, ...]
     is_verified: bool
 

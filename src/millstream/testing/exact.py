@@ -41,12 +41,12 @@ def assign_exact(
         raise ArgumentError(
             f"{len(durations_ns)} kernels are too many to search: {_MOST_KERNELS} at most, or assign_list"
         )
-    search = _Search(predecessors, durations_ns, wait_ns, num_streams, max_nodes)
+    search = _ExactSearch(predecessors, durations_ns, wait_ns, num_streams, max_nodes)
     search.extend(frozenset(), [0] * num_streams, 0)
     return search.best
 
 
-class _Search:
+class _ExactSearch:
     """A depth-first search, and the best that it has found."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """What really happens while a script runs: hooks and a sampler that write down, and decide nothing."""
 
-from millstream.trace.session import Session, Waiter
-from millstream.trace.syncs import SyncTrace
+from millstream.trace.profiled_run import ProfiledRun, Waiter
+from millstream.trace.sync_finder import SyncTrace
 
-__all__ = ["Session", "SyncTrace", "Waiter"]
+__all__ = ["ProfiledRun", "SyncTrace", "Waiter"]

@@ -20,7 +20,7 @@ import torch
 
 from millstream.insight import Site
 from millstream.insight.profiler.kineto import DeviceTrace
-from millstream.insight.records import Launch, Span, Stack
+from millstream.insight.records import HostSpan, LaunchCall, Stack
 
 _PYTHON = ("_ExtraFields_PyCall", "_ExtraFields_PyCCall")
 _OPERATOR = "_ExtraFields_TorchOp"
@@ -126,11 +126,11 @@ class CallStacks:
     def add_to(self, trace: DeviceTrace) -> DeviceTrace:
         """The trace with lines and modules of each call of the driver."""
 
-        def of_launch(call: Launch) -> Launch:
+        def of_launch(call: LaunchCall) -> LaunchCall:
             stack, module = self.at(call.thread, call.start_ns)
             return replace(call, stack=stack, module=module)
 
-        def of_span(span: Span) -> Span:
+        def of_span(span: HostSpan) -> HostSpan:
             return replace(span, stack=self.at(span.thread, span.start_ns)[0])
 
         return replace(trace, launches=tuple(map(of_launch, trace.launches)), spans=tuple(map(of_span, trace.spans)))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 
-class Form(NamedTuple):
+class ContainerForm(NamedTuple):
     """How containers of a class, and of classes that inherit from it, are taken apart and made."""
 
     items: Callable[[Any], Iterable[Any]] | None  # lists them; ``None`` where attributes are all there is
@@ -74,18 +74,21 @@ def blank(kind: type) -> Any:
     return base.__new__(kind)
 
 
-_FORMS: tuple[tuple[Any, Form], ...] = (
-    (tuple, Form(iter, _make_tuple)),
-    (list, Form(iter, _make_list)),
-    (defaultdict, Form(dict.values, _make_dict, attrgetter("default_factory"))),
-    (dict, Form(dict.values, _make_dict)),
-    (deque, Form(iter, _make_deque, attrgetter("maxlen"))),
-    ((set, frozenset), Form(iter, _make_set)),
-    (object, Form(None, _make_object)),  # dataclasses, classes of attrs and pydantic, ``UserDict``, namespaces, ...
+_FORMS: tuple[tuple[Any, ContainerForm], ...] = (
+    (tuple, ContainerForm(iter, _make_tuple)),
+    (list, ContainerForm(iter, _make_list)),
+    (defaultdict, ContainerForm(dict.values, _make_dict, attrgetter("default_factory"))),
+    (dict, ContainerForm(dict.values, _make_dict)),
+    (deque, ContainerForm(iter, _make_deque, attrgetter("maxlen"))),
+    ((set, frozenset), ContainerForm(iter, _make_set)),
+    (
+        object,
+        ContainerForm(None, _make_object),
+    ),  # dataclasses, classes of attrs and pydantic, ``UserDict``, namespaces, ...
 )
 
 
-def form_of_class(kind: type) -> Form:
+def form_of_class(kind: type) -> ContainerForm:
     """The row of the table that a class belongs to."""
     return next(form for base, form in _FORMS if issubclass(kind, base))
 

@@ -18,9 +18,9 @@ from millstream.tree.spec import (
     Container,
     Leaf,
     Number,
+    PlainValue,
     Reference,
     Structure,
-    Value,
     keys_of,
 )
 
@@ -121,7 +121,7 @@ class _ValueFlattener(Flattener):
             self.numbers.append(value)
             return _NUMBERS[kind]
         if kind in _PLAIN:
-            return Value(kind, value)
+            return PlainValue(kind, value)
         return self._rare(kind, value)
 
     def _rare(self, kind: type, value: Any) -> Structure:
@@ -131,7 +131,7 @@ class _ValueFlattener(Flattener):
         if issubclass(kind, (torch.SymFloat, torch.SymInt)):  # of a graph: it passes for a number; not to be asked
             return Reference(value)
         if isinstance(value, SCALARS):
-            return Value(kind, value)
+            return PlainValue(kind, value)
         return self.container(kind, value) if is_open_container(value) else self._object(kind, value)
 
     def _leaf(self, tensor: Tensor) -> Leaf:

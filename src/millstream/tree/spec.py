@@ -31,7 +31,7 @@ class Leaf(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Value:
+class PlainValue:
     """A Python value, compared by type and value.
 
     ``True``, ``1`` and ``1.0`` differ, and so do zeros by their sign; a NaN is the same as another.
@@ -47,13 +47,13 @@ class Value:
             self.compared = (None if value != value else value, f"{value}")
         elif isinstance(value, tuple | frozenset):  # among the keys of a dict
             self.compared = (tuple if isinstance(value, tuple) else frozenset)(
-                Value(type(each), each) for each in value
+                PlainValue(type(each), each) for each in value
             )
         else:
             self.compared = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Value) and other.type is self.type and bool(other.compared == self.compared)
+        return isinstance(other, PlainValue) and other.type is self.type and bool(other.compared == self.compared)
 
     def __hash__(self) -> int:
         return hash((self.type, self.compared))
@@ -98,7 +98,7 @@ class Container(NamedTuple):
     """A container or an object with attributes."""
 
     type: type  # its class
-    compared_keys: tuple[str | Value, ...]  # of a dict, otherwise empty
+    compared_keys: tuple[str | PlainValue, ...]  # of a dict, otherwise empty
     children: tuple[Any, ...]  # structures of its items, and then of its attributes
     # names of its attributes, fields of a dataclass among them; ``None`` where they are the items of a dict
     attributes: tuple[str, ...] | None = ()
@@ -112,7 +112,7 @@ class Container(NamedTuple):
     @property
     def keys(self) -> list[Any]:
         """Those of a dict."""
-        return [key.value if isinstance(key, Value) else key for key in self.compared_keys]
+        return [key.value if isinstance(key, PlainValue) else key for key in self.compared_keys]
 
     @property
     def num_items(self) -> int:
@@ -128,13 +128,13 @@ class Made:
     label: Callable[[int], str]  # what a child is called
 
 
-Structure: TypeAlias = Leaf | Value | Number | Reference | Around | Again | Container
+Structure: TypeAlias = Leaf | PlainValue | Number | Reference | Around | Again | Container
 
 
 def keys_of(value: Any) -> tuple[Any, ...]:
     """What is compared of a dict's keys: their order, types and values."""
     keys = tuple(value)
-    return keys if {*map(type, keys)} <= {str} else tuple(Value(type(key), key) for key in keys)
+    return keys if {*map(type, keys)} <= {str} else tuple(PlainValue(type(key), key) for key in keys)
 
 
 def tree_unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
@@ -151,7 +151,7 @@ def _build(structure: Structure, leaves: Sequence[Any], made: list[Any], around:
         return leaves[structure.index]  # type: ignore[union-attr]
     if kind is Container:
         return _build_container(structure, leaves, made, around)  # type: ignore[arg-type]
-    if isinstance(structure, Value):
+    if isinstance(structure, PlainValue):
         return structure.value
     if isinstance(structure, Reference):
         return structure.target

@@ -16,7 +16,7 @@ from benchmarks.measuring.sides import Failure, Side, compare
 from benchmarks.measuring.suite import Settings, parse, settings_of
 from benchmarks.overhead import host_rows
 from millstream.device.cuda_graphs import capturing
-from millstream.engine import source
+from millstream.engine import plan_source
 from millstream.graph import KernelGraph, Plan
 from tests.networks import lowered
 
@@ -126,7 +126,7 @@ def test_only_the_kernels_of_a_chain_are_captured(monkeypatch):
     """In place of a capture, they run."""
     x = torch.randn(4, 4)
     known, given, result = lowered(lambda x: torch.softmax(x @ x, 0) @ x, x)
-    launched, compile_plan = [], source.compile_plan
+    launched, compile_plan = [], plan_source.compile_plan
 
     def noting(program, plan, *, observe):
         def noted(kernel, launch, written):
@@ -134,7 +134,7 @@ def test_only_the_kernels_of_a_chain_are_captured(monkeypatch):
 
         return compile_plan(program, plan, observe=noted)
 
-    monkeypatch.setattr(source, "compile_plan", noting)
+    monkeypatch.setattr(plan_source, "compile_plan", noting)
     monkeypatch.setattr(capturing, "capture", lambda *_: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from millstream.capture import Step
-from millstream.capture.record.session import why_not
+from millstream.capture.record.instructions import why_not
 from tests.capture.worlds import interpret
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be recorded")

@@ -13,7 +13,7 @@ from millstream._torch.switches import SWITCHES, present
 from millstream.api.compiling import dynamo_backend
 from millstream.capture import model
 from millstream.capture.step import step as steps
-from millstream.device.switches import install
+from millstream.device.compiled_switches import install
 
 cudnn, mkldnn, attention = torch.backends.cudnn, torch.backends.mkldnn, torch.nn.attention
 

@@ -24,7 +24,7 @@ from torch._decomp import global_decomposition_table
 from millstream.cache import cache_folder
 from millstream.capture import Step
 from millstream.capture.kept import pickling
-from millstream.capture.kept.descriptions import NotKept
+from millstream.capture.kept.descriptions import TraceNotKept
 from millstream.capture.kept.traces import Shelf
 from millstream.capture.step import step as steps
 from millstream.errors import FallbackWarning
@@ -162,9 +162,9 @@ def test_a_file_that_is_spoiled_is_no_file(taken, tmp_path):
 
 
 def test_a_file_names_nothing_that_has_no_place_there():
-    with pytest.raises(NotKept, match=r"names builtins\.eval"):
+    with pytest.raises(TraceNotKept, match=r"names builtins\.eval"):
         pickling.Unpickler(io.BytesIO()).find_class("builtins", "eval")
-    with pytest.raises(NotKept, match=r"names os\.system"):
+    with pytest.raises(TraceNotKept, match=r"names os\.system"):
         pickling.Unpickler(io.BytesIO()).find_class("os", "system")
 
 

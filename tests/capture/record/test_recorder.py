@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 from millstream import _native
-from millstream.capture.record import session
+from millstream.capture.record import instructions
 from millstream.capture.record.location import Location
 from millstream.capture.record.reads import MISSING, Kind
 from millstream.capture.record.recorder import Recorder
 
-pytestmark = pytest.mark.skipif(bool(session.why_not()), reason=session.why_not() or "it can be recorded")
+pytestmark = pytest.mark.skipif(bool(instructions.why_not()), reason=instructions.why_not() or "it can be recorded")
 ITEM, SLOT, CLASS, CELL = Kind.ITEM, Kind.SLOT, Kind.CLASS, Kind.CELL
 LENGTH, CONTENTS, TYPE, CODE = Kind.LENGTH, Kind.CONTENTS, Kind.TYPE, Kind.CODE
 

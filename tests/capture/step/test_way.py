@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import millstream as ms
-from millstream.device import switches
+from millstream.device import compiled_switches
 from tests.file_changes import FileChanges
 
 
@@ -23,7 +23,7 @@ def test_a_steady_call_changes_file_at_most_fourteen_times():
     x = torch.randn(3, 4)
     for _ in range(4):
         step(x)
-    switches.install()  # which happens in another thread, some time
+    compiled_switches.install()  # which happens in another thread, some time
     step(x)
     changes = FileChanges()
     try:

@@ -12,7 +12,7 @@ from torch import nn
 from torch._C import DisableTorchFunction  # by this name a trace does not see it
 
 from millstream.capture.step.step import Step
-from millstream.capture.trace.patches.conversions import can_be_seen
+from millstream.capture.trace.patches.number_conversions import can_be_seen
 from tests.capture.worlds import interpret
 
 SCHEDULE = [0.1 * number for number in range(40)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from millstream._torch.tensors import FakeTensorMode
+from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.expressions import Nth
-from millstream.capture.effects.recorder import Recorder
 from millstream.capture.trace.modes import FunctionWatch
 from millstream.capture.trace.patches.numbers import math_takes_scalars
 from millstream.capture.trace.scalars import GraphScalar, Questions
@@ -62,7 +62,7 @@ def test_arithmetic_is_done_for_the_value_and_for_later_ones(formula, number, qu
 
 
 def test_a_tensor_of_numbers_is_made_where_the_graph_has_them(number, questions):
-    with FunctionWatch(pytest.fail, Twins([], FakeTensorMode(), {}), set(), Recorder(questions)):
+    with FunctionWatch(pytest.fail, Twins([], FakeTensorMode(), {}), set(), EffectRecorder(questions)):
         made = torch.tensor([number, 0.1], dtype=torch.float64)
         assert questions.allow([0.5])
         assert made.tolist() == [LATER, 0.1]
@@ -129,7 +129,7 @@ FUNCTIONS = {
 def test_functions_read_the_tensor(name, number, questions):
     function = FUNCTIONS[name]
     expected = function(LATER, *lists())
-    watch = FunctionWatch(pytest.fail, Twins([], FakeTensorMode(), {}), set(), Recorder(questions))
+    watch = FunctionWatch(pytest.fail, Twins([], FakeTensorMode(), {}), set(), EffectRecorder(questions))
     with watch:
         result = function(number, *lists())
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
@@ -137,7 +137,7 @@ def test_functions_read_the_tensor(name, number, questions):
 
 
 def test_a_function_that_takes_numbers_only_binds_the_graph_to_the_value(number, questions):
-    with FunctionWatch(pytest.fail, Twins([], FakeTensorMode(), {}), set(), Recorder(questions)):
+    with FunctionWatch(pytest.fail, Twins([], FakeTensorMode(), {}), set(), EffectRecorder(questions)):
         result = torch.nn.functional.leaky_relu(torch.tensor([-1.0]), number)
     assert result.item() == -VALUE
     assert not questions.allow([0.5])
@@ -145,7 +145,7 @@ def test_a_function_that_takes_numbers_only_binds_the_graph_to_the_value(number,
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_like_a_python_number_it_keeps_the_dtype(dtype, number, questions):
-    with FunctionWatch(pytest.fail, Twins([], FakeTensorMode(), {}), set(), Recorder(questions)):
+    with FunctionWatch(pytest.fail, Twins([], FakeTensorMode(), {}), set(), EffectRecorder(questions)):
         assert (torch.ones(2, dtype=dtype) * number).dtype == dtype
         assert (torch.ones(2, dtype=torch.int64) * number).dtype == torch.float32
 
@@ -153,7 +153,7 @@ def test_like_a_python_number_it_keeps_the_dtype(dtype, number, questions):
 def test_whole_numbers_stay_whole():
     number = scalar(3, later=2**60 + 1)
     questions = number.questions
-    with FunctionWatch(pytest.fail, Twins([], FakeTensorMode(), {}), set(), Recorder(questions)):
+    with FunctionWatch(pytest.fail, Twins([], FakeTensorMode(), {}), set(), EffectRecorder(questions)):
         assert (torch.tensor([2]) + number).tolist() == [2**60 + 3]
         assert (torch.tensor([2.0]) * number).dtype is torch.float32
         assert torch.full((2,), number).dtype is torch.int64

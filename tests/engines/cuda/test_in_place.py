@@ -17,7 +17,7 @@ import millstream as ms
 from millstream.api import executables
 from millstream.device import DeviceContext
 from millstream.engine.cuda import captured, cuda_graph, in_place
-from millstream.engine.cuda.captured import Family
+from millstream.engine.cuda.captured import ProgramPair
 from millstream.engine.cuda.in_place import (
     LARGE_BYTES,
     LEAST_BYTES,
@@ -26,7 +26,7 @@ from millstream.engine.cuda.in_place import (
     MOST_GRAPHS,
     PATIENCE,
     SAMPLES,
-    Comparison,
+    CopyTrial,
     InPlaceCache,
 )
 from millstream.engine.cuda.replayer import Replayer, are_apart, bytes_in_place
@@ -157,7 +157,7 @@ def test_whatever_comes_a_graph_serves_its_own_addresses_only_and_there_are_few(
 
 def test_the_share_of_copies_says_whether_a_capture_is_worth_it():
     for share in (0.5 * LEAST_SHARE, 2 * LEAST_SHARE):
-        comparison = Comparison()
+        comparison = CopyTrial()
         for index in range(SAMPLES):
             assert comparison.promising is None
             noise = 30.0 if index % 3 == 0 else 0.0  # a slow call now and then decides nothing
@@ -167,7 +167,7 @@ def test_the_share_of_copies_says_whether_a_capture_is_worth_it():
 
 @pytest.mark.parametrize(("gain", "faster"), [(0.02, True), (0.0, False), (-0.02, False)])
 def test_calls_in_turn_say_whether_it_was(gain, faster):
-    comparison = Comparison()
+    comparison = CopyTrial()
     for _ in range(SAMPLES):
         comparison.add(0.1, 0.9, in_place=False)
     for turn in range(2 * SAMPLES):
@@ -205,7 +205,7 @@ def on_graphs(compiled):
         lowered,
         plan_serial(lowered.program.graph),
         copy_outputs=True,
-        family=Family(),
+        family=ProgramPair(),
         scheduling=Scheduling(1),
         warn=pytest.fail,
     )
@@ -520,7 +520,7 @@ def test_a_plan_that_cannot_be_captured_is_told_of_where_one_stream_can(device, 
 
 def on_graphs_both_ways(compiled, copy_outputs=True):
     """Let a model's forward and backward program run as on a GPU; return their engines."""
-    family, engines = Family(), {}
+    family, engines = ProgramPair(), {}
     for executable in executables(compiled):
         lowered = executable.lowered
         on_graphs = cuda_graph.CudaGraphEngine(

@@ -9,7 +9,7 @@ import millstream as ms
 from millstream.api import executables
 from millstream.cost import Roofline
 from millstream.engine.cuda import cuda_graph
-from millstream.engine.cuda.captured import Family
+from millstream.engine.cuda.captured import ProgramPair
 from millstream.engine.planning.background import SHARE, Background
 from millstream.errors import ArgumentError
 from millstream.schedule import Scheduling, plan_serial
@@ -129,7 +129,7 @@ def test_plan_changes_between_calls_and_nothing_else(device, clock):
         lowered,
         plan_serial(lowered.program.graph),
         copy_outputs=True,
-        family=Family(),
+        family=ProgramPair(),
         scheduling=Scheduling(tune="background"),
         warn=pytest.fail,
     )

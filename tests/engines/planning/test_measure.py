@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 
+from millstream.engine.plan_source import compile_plan
 from millstream.engine.planning.measure import CostMeter
-from millstream.engine.source import compile_plan
 from millstream.schedule import plan_serial
 from tests import networks
 from tests.networks import lowered

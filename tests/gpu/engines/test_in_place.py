@@ -230,12 +230,12 @@ def test_training_with_a_compiled_model_copies():
 
 
 def test_a_copy_that_takes_much_of_a_call_is_avoided(monkeypatch):
-    class Decided(in_place.Comparison):
+    class Decided(in_place.CopyTrial):
         def add(self, copy_ms, replay_ms, *, in_place):
             super().add(0.5, 0.1 if in_place else 1.0, in_place=in_place)
 
     monkeypatch.setattr(in_place, "FORCED", None)
-    monkeypatch.setattr(replayer, "Comparison", Decided)
+    monkeypatch.setattr(replayer, "CopyTrial", Decided)
     compiled = ms.compile(lambda x: x.sum(1), strict=True, streams=1)
     slots = [torch.randn(64, 16384, device="cuda") for _ in range(2)]
     with torch.no_grad():

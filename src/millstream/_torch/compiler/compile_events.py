@@ -49,7 +49,7 @@ class CompileWatch:
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None], on_break: Callable[[str], None]) -> None:
         self._begin, self._end = (lambda _: begin()), (lambda _: end())
-        self._log = _Log(_BREAKS, on_break)
+        self._log = _ArtifactLog(_BREAKS, on_break)
         handler: Any = sys.modules["torch._dynamo.callback"].callback_handler
         handler.register_start_callback(self._begin)
         handler.register_end_callback(self._end)
@@ -63,7 +63,7 @@ class CompileWatch:
         self._log.close()
 
 
-class _Log(logging.Handler):
+class _ArtifactLog(logging.Handler):
     """Reads one of PyTorch's artifact logs without having it printed."""
 
     def __init__(self, name: str, tell: Callable[[str], None]) -> None:

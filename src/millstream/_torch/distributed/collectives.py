@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 
-class Memory(Protocol):
+class CollectiveMemory(Protocol):
     """What collectives travel in, which may be gone while nobody uses it."""
 
     def make_ready(self) -> None: ...
@@ -27,7 +27,7 @@ class Memory(Protocol):
     def give_back(self, user: object) -> None: ...
 
 
-class Exchange(Protocol):
+class BoundCollective(Protocol):
     """A collective on memory that stays where it is.
 
     Attributes:
@@ -43,7 +43,7 @@ class Exchange(Protocol):
 
     label: str
     memory: Tensor
-    held: Memory
+    held: CollectiveMemory
     sent: list[Tensor]
     views: list[Tensor]
     is_paced: bool
@@ -61,7 +61,7 @@ class Exchange(Protocol):
     def perform(self, memory: Tensor) -> None: ...
 
 
-_exchanges: WeakValueDictionary[int, Exchange] = WeakValueDictionary()
+_exchanges: WeakValueDictionary[int, BoundCollective] = WeakValueDictionary()
 _keys = itertools.count()
 
 _library = torch.library.Library("millstream", "FRAGMENT")
@@ -73,14 +73,14 @@ EXCHANGE = torch.ops.millstream.exchange.default
 has_side_effect(EXCHANGE)  # other processes take part, whether or not anyone here uses the results
 
 
-def register_exchange(exchange: Exchange) -> int:
+def register_exchange(exchange: BoundCollective) -> int:
     """A number by which graphs may refer to ``exchange``, as long as anybody holds it."""
     key = next(_keys)
     _exchanges[key] = exchange
     return key
 
 
-def exchange_of(key: Any) -> Exchange:
+def exchange_of(key: Any) -> BoundCollective:
     """The collective that a graph refers to."""
     return _exchanges[key]
 

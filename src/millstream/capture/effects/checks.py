@@ -48,7 +48,7 @@ _OF_LOGGERS = frozenset("debug info warning error critical exception log".split(
 
 
 @dataclass(frozen=True)
-class Check:
+class LateCheck:
     """A body that runs after the graph.
 
     Attributes:
@@ -67,7 +67,7 @@ class Check:
             self.body(*variables)
 
 
-def find_check() -> Check | None:
+def find_check() -> LateCheck | None:
     """The check that the user's code asks an outcome for just now; ``None`` where it is no check."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame.f_code.co_filename):
@@ -89,7 +89,7 @@ def find_check() -> Check | None:
         names = tuple(sorted(named & {*held}))
         code = _compiled(frame.f_code, statement, names)
         function = types.FunctionType(code, frame.f_globals, frame.f_code.co_name)
-        return Check(found[1], function, tuple(held[name] for name in names))
+        return LateCheck(found[1], function, tuple(held[name] for name in names))
     return None
 
 

@@ -11,8 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from millstream.capture.effects.expressions import FAILURES, Always, Ask, Draw, Nth, Read, compile_steps, indices_in
-from millstream.capture.state.generators import set_state, state_of
+from millstream.capture.effects.expressions import (
+    FAILURES,
+    Always,
+    Ask,
+    Draw,
+    GraphRead,
+    Nth,
+    compile_steps,
+    indices_in,
+)
+from millstream.capture.state.host_generators import set_state, state_of
 
 
 class Drawing:
@@ -23,7 +32,7 @@ class Drawing:
         first: Where numbers that are drawn come among all.
     """
 
-    def __init__(self, steps: Sequence[Ask | Read | Draw], first: int) -> None:
+    def __init__(self, steps: Sequence[Ask | GraphRead | Draw], first: int) -> None:
         waiting = [step for step in steps if isinstance(step, Draw) or max(indices_in(step.of), default=-1) >= first]
         # What does not depend on what is drawn comes before it: if that fails, nothing was drawn yet.
         self._holds = compile_steps([step for step in steps if not any(step is each for each in waiting)])
@@ -63,13 +72,13 @@ def undrawn(generators: Iterable[Any]) -> Iterator[None]:
             set_state(generator, state)
 
 
-def _is_safe(step: Ask | Read | Draw, first: int, kinds: Sequence[Any]) -> bool:
+def _is_safe(step: Ask | GraphRead | Draw, first: int, kinds: Sequence[Any]) -> bool:
     """Whether a step cannot fail in one call if it has not in another."""
     if isinstance(step, Draw):
         operands = step.of.operands
         is_fixed = all(isinstance(each, Always) and isinstance(each.value, int | float) for each in operands)
         return is_fixed and not step.name.endswith("choice")
-    if not (isinstance(step, Read) and isinstance(step.of, Nth)):
+    if not (isinstance(step, GraphRead) and isinstance(step.of, Nth)):
         return False
     kind = kinds[step.of.index - first]
     return kind is float or isinstance(kind, tuple)  # the graph reads every array of a kind

@@ -70,7 +70,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Read:
+class GraphRead:
     """A number that the graph reads."""
 
     of: Expression
@@ -96,7 +96,9 @@ def kind_of(value: Any) -> Any:
     return (type(value), shape, value.dtype) if shape else type(value)
 
 
-def compile_steps(steps: Sequence[Ask | Read | Draw], *, is_drawing: bool = False) -> Callable[[Any], list[Any] | None]:
+def compile_steps(
+    steps: Sequence[Ask | GraphRead | Draw], *, is_drawing: bool = False
+) -> Callable[[Any], list[Any] | None]:
     """One function for all of ``steps``, in their order.
 
     Args:
@@ -119,7 +121,7 @@ def compile_steps(steps: Sequence[Ask | Read | Draw], *, is_drawing: bool = Fals
                 source.lines.append(f"n.append({name})")
             continue
         name = source.name_of(step.of)
-        if isinstance(step, Read):
+        if isinstance(step, GraphRead):
             read.append(name)
             name = f"{source.constant(step.check)}({name})"
         elif step.is_answer is not None:

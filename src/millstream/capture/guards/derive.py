@@ -20,7 +20,7 @@ from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.discover import is_own_method
 from millstream.capture.state.signature import form_of, kind_of, whole_form_of
 from millstream.capture.trace.request import Request, Traced
-from millstream.tree.spec import SCALARS, Reference, Structure, Value, walk
+from millstream.tree.spec import SCALARS, PlainValue, Reference, Structure, walk
 
 
 def make_guards(
@@ -149,7 +149,7 @@ def expect_of_arguments(request: Request, traced: Traced) -> list[tuple[int, Cal
 def _given_to(tensor: Tensor) -> dict[str, Structure]:
     """Attributes that a user has given a tensor: numbers and texts by value, others by identity."""
     own = vars(tensor)
-    return {key: Value(type(it), it) if isinstance(it, SCALARS) else Reference(it) for key, it in own.items()}
+    return {key: PlainValue(type(it), it) if isinstance(it, SCALARS) else Reference(it) for key, it in own.items()}
 
 
 def _add_tree(guards: Guards, root: nn.Module, used: Container[int], record: Recorder) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from millstream import _native
-from millstream._torch.distributed.data_parallel import NUM_WRAPPED, data_parallel_wrappers
 from millstream._torch.distributed.fully_sharded import local_of
+from millstream._torch.distributed.wrappers import NUM_WRAPPED, data_parallel_wrappers
 from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.scaler import is_idle
 from millstream._torch.switches import precision_told_by
@@ -36,7 +36,7 @@ from millstream.capture.state.contents import content_of, has_content, is_compar
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.signature import is_same
 from millstream.capture.trace.scalars import is_number
-from millstream.device.switches import install_later
+from millstream.device.compiled_switches import install_later
 from millstream.locks import TRACING
 
 

@@ -15,35 +15,35 @@ from torch import Tensor, fx
 
 from millstream._torch.distributed.collectives import EXCHANGE, exchange_of
 from millstream.capture.effects.expressions import text_of
-from millstream.capture.effects.program import Output
+from millstream.capture.effects.host_effects import Output
 from millstream.capture.lines import last_place
 from millstream.capture.trace.request import Request, Traced
 from millstream.errors import CaptureError
-from millstream.tree.spec import SCALARS, Container, Reference, Structure, Value
+from millstream.tree.spec import SCALARS, Container, PlainValue, Reference, Structure
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OperatorLine:
     """One operator of a graph, or one part of a step's result."""
 
     text: str  # it and its arguments, constants included
     where: str  # the user's line
 
 
-def listing_of(request: Request, traced: Traced) -> list[Line]:
+def listing_of(request: Request, traced: Traced) -> list[OperatorLine]:
     """All that a trace says of what a call does."""
     names = _names_of_inputs(request, traced)
     lines = [
-        Line(_text_of(node, traced.gm, names), last_place(node.meta.get("stack_trace", "")))
+        OperatorLine(_text_of(node, traced.gm, names), last_place(node.meta.get("stack_trace", "")))
         for node in traced.gm.graph.nodes
     ]
-    lines += (Line(f"{write.location} = {_output(write.output)}", "") for write in traced.effects.writes)
+    lines += (OperatorLine(f"{write.location} = {_output(write.output)}", "") for write in traced.effects.writes)
     for call in traced.effects.calls:
-        lines.append(Line(f"a call of {_name(call.function)}", call.where))
-    return [*lines, Line(f"the result {_shown(traced.structure)}", "")]
+        lines.append(OperatorLine(f"a call of {_name(call.function)}", call.where))
+    return [*lines, OperatorLine(f"the result {_shown(traced.structure)}", "")]
 
 
-def compare(before: list[Line], now: list[Line], name: str) -> None:
+def compare(before: list[OperatorLine], now: list[OperatorLine], name: str) -> None:
     """Compare two listings.
 
     Args:
@@ -114,6 +114,6 @@ def _shown(structure: Structure) -> str:
     if isinstance(structure, Container):
         names = (*map(str, structure.keys), *(structure.attributes or ()))
         return f"{structure.type.__name__}({', '.join([*names, *map(_shown, structure.children)])})"
-    if isinstance(structure, Value):
+    if isinstance(structure, PlainValue):
         return repr(structure.value)
     return f"a {type(structure.target).__name__}" if isinstance(structure, Reference) else "a tensor"

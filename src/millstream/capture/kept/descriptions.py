@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream._torch.operators import is_known
+from millstream._torch.dispatcher import is_known
 from millstream.capture.record.fleeting import is_written_in_python
 from millstream.capture.record.reads import WHOLE, behind, is_a
 
@@ -39,7 +39,7 @@ MOST_BYTES = 1 << 20
 """Of an array that is compared by its content."""
 
 
-class NotKept(Exception):  # noqa: N818  no error: the step is traced in every process
+class TraceNotKept(Exception):  # noqa: N818  no error: the step is traced in every process
     """A trace that is not kept on disk, or cannot be taken from there; the message says why."""
 
 
@@ -109,19 +109,19 @@ def describe(value: Any, ref: Callable[[Any], Any]) -> tuple[Any, ...]:
         return "module", value.__name__
     if is_a(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         if not is_known(value):
-            raise NotKept(f"it reads the operator {value}, which is none of PyTorch's")
+            raise TraceNotKept(f"it reads the operator {value}, which is none of PyTorch's")
         return "operator", str(value)
     if is_a(value, enum.Enum):
         return "enum", _names_of(kind), value.name, repr(value._value_)
     if is_a(value, WHOLE):
         return "array", _names_of(kind), *_array(value)
     if kind.__module__.startswith("millstream."):
-        raise NotKept(f"it reads a {kind.__qualname__} of Millstream's")
+        raise TraceNotKept(f"it reads a {kind.__qualname__} of Millstream's")
     parts = next((parts for of, parts in _PARTS.items() if is_a(value, of)), None)
     if parts is not None:
         return "object", _names_of(kind), *map(ref, parts(value))
     if not all(each in _OPEN or is_written_in_python(each) for each in kind.__mro__):
-        raise NotKept(f"it reads a {kind.__module__}.{kind.__qualname__}, which cannot be compared")
+        raise TraceNotKept(f"it reads a {kind.__module__}.{kind.__qualname__}, which cannot be compared")
     return "object", _names_of(kind)
 
 
@@ -167,7 +167,7 @@ _OF_ANY = frozenset(
 
 def _tensor(value: Tensor) -> Sequence[Any]:
     if value.layout is not torch.strided:
-        raise NotKept(f"it reads a tensor of layout {value.layout}")
+        raise TraceNotKept(f"it reads a tensor of layout {value.layout}")
     parts: list[Any] = [
         _names_of(type(value)),
         str(value.dtype),
@@ -183,5 +183,5 @@ def _tensor(value: Tensor) -> Sequence[Any]:
 
 def _array(value: Any) -> Sequence[Any]:
     if type(value) is not np.ndarray or value.dtype.hasobject or value.nbytes > MOST_BYTES:
-        raise NotKept(f"it reads a {type(value).__name__}, which is not compared between processes")
+        raise TraceNotKept(f"it reads a {type(value).__name__}, which is not compared between processes")
     return str(value.dtype), value.shape, hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()

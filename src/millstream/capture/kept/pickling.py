@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from millstream.capture.effects.expressions import Always
-from millstream.capture.effects.program import Output
-from millstream.capture.kept.descriptions import NotKept
-from millstream.capture.kept.graphs import Fakes
-from millstream.capture.kept.ways import Reader, Writer
+from millstream.capture.effects.host_effects import Output
+from millstream.capture.kept.descriptions import TraceNotKept
+from millstream.capture.kept.graph_data import Fakes
+from millstream.capture.kept.ways import Reader, WayWriter
 from millstream.capture.lines import is_users
 from millstream.capture.record.location import Attributes, Location
 from millstream.capture.record.reads import is_a
@@ -52,7 +52,7 @@ def _constant(name: str) -> Any:
 class Pickler(PlainPickler):
     """Writes objects of ours by what they are, and the user's by their numbers."""
 
-    def __init__(self, file: io.BytesIO, writer: Writer) -> None:
+    def __init__(self, file: io.BytesIO, writer: WayWriter) -> None:
         super().__init__(file, protocol=5)
         self._writer = writer
         self._lists: set[int] = set()  # by id, those of ours
@@ -65,7 +65,7 @@ class Pickler(PlainPickler):
             return None
         if not self._writer.knows(value):
             if is_a(value, list | dict | set | deque):
-                raise NotKept(f"no way leads to a {type(value).__qualname__}")
+                raise TraceNotKept(f"no way leads to a {type(value).__qualname__}")
             return None
         if is_a(value, type) and not is_users_class(value):
             return None
@@ -81,7 +81,7 @@ class Pickler(PlainPickler):
         if kind is Location:
             held = value.holder
             if not is_a(held, Attributes) and not self._writer.knows(held):
-                raise NotKept(f"no way leads to where {value} is")
+                raise TraceNotKept(f"no way leads to where {value} is")
             return Location, (held, value.key, value.name)
         if kind is functools.partial:
             return _partial, (value.func, value.args, tuple(value.keywords.items()))
@@ -96,9 +96,9 @@ class Pickler(PlainPickler):
                 self._lists.update(id(each) for _, each in attributes if type(each) in (list, dict, set))
             return _make, (kind, attributes)
         if is_a(value, Tensor | nn.Module):
-            raise NotKept(f"no way leads to a {kind.__qualname__}")
+            raise TraceNotKept(f"no way leads to a {kind.__qualname__}")
         if kind.__module__.partition(".")[0] not in _OF_OURS and not is_a(value, FunctionType | type):
-            raise NotKept(f"no way leads to a {kind.__module__}.{kind.__qualname__}")
+            raise TraceNotKept(f"no way leads to a {kind.__module__}.{kind.__qualname__}")
         return super().reducer_override(value)
 
 
@@ -169,5 +169,5 @@ class Unpickler(pickle.Unpickler):
         """
         is_known = module in _MODULES or module.startswith("millstream.")
         if not is_known or (module == "builtins" and name not in _BUILTINS):
-            raise NotKept(f"it names {module}.{name}")
+            raise TraceNotKept(f"it names {module}.{name}")
         return super().find_class(module, name)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-from millstream.capture.kept.descriptions import NotKept
-from millstream.capture.kept.ways import Reader, Ref, Writer
+from millstream.capture.kept.descriptions import TraceNotKept
+from millstream.capture.kept.ways import Reader, Ref, WayWriter
 from millstream.capture.lines import is_millstreams, is_users
 from millstream.capture.record.paths import PLACES, place_of
 from millstream.capture.record.reads import Kind, Read, find_contents, is_a, len_of
@@ -45,9 +45,9 @@ def told_reads(record: Recorder, request: Request) -> list[Read]:
     arguments = {*map(id, request.arguments)}
     owners = (read.owner for read in record.reads if is_users(read.code.co_filename))
     if any(_is_instance_of_ours(each) and not type(each).__module__.startswith(_STAND_INS) for each in owners):
-        raise NotKept("it reads of an object of Millstream's")
+        raise TraceNotKept("it reads of an object of Millstream's")
     if any(id(read.owner) in arguments and read.kind is not Kind.TENSOR for read in record.reads):
-        raise NotKept("it reads what a user has given a tensor among its arguments")
+        raise TraceNotKept("it reads what a user has given a tensor among its arguments")
     given = record.given | arguments
     return [
         read
@@ -91,7 +91,7 @@ Told = tuple[Ref, str, Ref | None, Any, bool, Any, Any]
 """A read: holder, kind, key, value, whether the trace had another there, owner or name of a variable, and code."""
 
 
-def tell(writer: Writer, read: Read, record: Recorder, numbers: Container[Any]) -> Told | None:
+def tell(writer: WayWriter, read: Read, record: Recorder, numbers: Container[Any]) -> Told | None:
     """A read as data; ``None`` for one by PyTorch's own code of what is its own, where that cannot be said."""
     is_number = read.kind in PLACES and place_of(read.holder, None if read.kind is Kind.CELL else read.key) in numbers
     try:
@@ -101,14 +101,14 @@ def tell(writer: Writer, read: Read, record: Recorder, numbers: Container[Any]) 
         if read.kind is Kind.TYPE and holder[0] in ("=", "tuple"):
             return None  # as that says of which class it is
         if holder[0] != "object":
-            raise NotKept(f"it reads of {holder}")
+            raise TraceNotKept(f"it reads of {holder}")
         value = _ANY if is_number else _value(writer, read)  # the graph is given numbers anew
         is_replaced = read.kind in PLACES and not is_same(read.now(), read.value)
         return holder, read.kind.name, key, value, is_replaced, owner, CodeName.of(read.code)
-    except NotKept as reason:
+    except TraceNotKept as reason:
         if not (is_users(read.code.co_filename) or counts(read, record)):
             return None
-        raise NotKept(f"{reason} ({read})") from None
+        raise TraceNotKept(f"{reason} ({read})") from None
 
 
 def _value(table: Any, read: Read) -> Any:
@@ -120,7 +120,7 @@ def _value(table: Any, read: Read) -> Any:
         defaults = holder.__kwdefaults__ or {}
         return table.ref(holder.__defaults__), tuple((name, table.ref(value)) for name, value in defaults.items())
     if is_a(holder, functools._lru_cache_wrapper):
-        raise NotKept("it reads what a cache has answered")
+        raise TraceNotKept("it reads what a cache has answered")
     if kind is Kind.CONTENTS:
         now = next((found[3] for found in find_contents(holder)), ())
         order = (*OrderedDict.keys(holder),) if is_a(holder, OrderedDict) else ()  # which is not that of the dict in it
@@ -167,7 +167,7 @@ def find_read(reader: Reader, make: type[_Record], told: Told) -> _Record:
     )
     if (now := _value(reader, read)) != value and _ANY not in (now, value):
         are_plain = type(now) is type(value) is tuple and now[:1] == value[:1] == ("=",)
-        raise NotKept(f"{read} is {now[-1]}, was {value[-1]}" if are_plain else f"{read} is another than it was")
+        raise TraceNotKept(f"{read} is {now[-1]}, was {value[-1]}" if are_plain else f"{read} is another than it was")
     if read.kind is Kind.CONTENTS:
         read.value = next((found[3] for found in find_contents(held)), ())
     elif read.kind in PLACES:
@@ -177,7 +177,7 @@ def find_read(reader: Reader, make: type[_Record], told: Told) -> _Record:
     return read
 
 
-def functions_that_ran(writer: Writer, record: Recorder) -> list[int]:
+def functions_that_ran(writer: WayWriter, record: Recorder) -> list[int]:
     """Numbers of the functions whose code has run.
 
     Raises:
@@ -190,7 +190,7 @@ def functions_that_ran(writer: Writer, record: Recorder) -> list[int]:
     for code in record.codes:
         is_named = code in within or not is_users(code.co_filename)
         if not is_named and not _is_of_library(code):
-            raise NotKept(f"nobody knows what has called {code.co_qualname} ({code.co_filename})")
+            raise TraceNotKept(f"nobody knows what has called {code.co_qualname} ({code.co_filename})")
     return [writer.number_of(function) for code, function in own.items() if code in {*record.codes}]
 
 

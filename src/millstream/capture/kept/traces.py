@@ -28,28 +28,28 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from millstream._torch.distributed.data_parallel import data_parallel_wrappers
+from millstream._torch.dispatcher import replaced_by_others
+from millstream._torch.distributed.wrappers import data_parallel_wrappers
 from millstream._torch.hooks import HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, hooks_of_optimizer
-from millstream._torch.operators import replaced_by_others
 from millstream.cache import cache_folder, limit_bytes, read_private, trim, write_private
-from millstream.capture.effects.program import Effects, Output
-from millstream.capture.kept.descriptions import NotKept, digest_of
-from millstream.capture.kept.graphs import decode_graph, encode_graph
+from millstream.capture.effects.host_effects import Effects, Output
+from millstream.capture.kept.descriptions import TraceNotKept, digest_of
+from millstream.capture.kept.graph_data import decode_graph, encode_graph
 from millstream.capture.kept.pickling import Pickler, PlainPickler, Unpickler
 from millstream.capture.kept.told import find_read, functions_that_ran, tell, told_reads
-from millstream.capture.kept.ways import STATE, Reader, Start, Writer
+from millstream.capture.kept.ways import STATE, Reader, Start, WayWriter
 from millstream.capture.record.location import Location
 from millstream.capture.record.paths import places_in
 from millstream.capture.record.reads import Read, Write, is_a
+from millstream.capture.record.recorded_code import make_recorder
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.record.scope import make_recorder
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import lift
 from millstream.capture.trace.request import Request, Traced
 from millstream.capture.trace.scalars import Questions
-from millstream.lower.kept.key import NotKept as NotDescribed
+from millstream.lower.kept.key import ProgramNotKept as NotDescribed
 from millstream.lower.kept.key import describe_settings
-from millstream.lower.kept.records import is_on
+from millstream.lower.kept.program_files import is_on
 from millstream.tree.spec import Reference, Structure, walk
 
 LOGGER = logging.getLogger("millstream")
@@ -94,12 +94,12 @@ class Kept:
         """
         state = [entry.tensor for entry in request.state]
         if len(state) != len(self._state) or not all(map(is_, state, self._state)):
-            raise NotKept("it reaches other state")
+            raise TraceNotKept("it reaches other state")
         if _numbers_of(request) != self._numbers or request.converts != self.learned.converts:
-            raise NotKept("it reads other numbers")
+            raise TraceNotKept("it reads other numbers")
         values = [number.location.get() for number in request.numbers]
         if self._questions.derive(values) is None:
-            raise NotKept("its numbers lead another way")
+            raise TraceNotKept("its numbers lead another way")
         looked_at, asked = (
             {id(state[i]) for i in own} | {id(request.arguments[i]) for i in given} for own, given in self._seen
         )
@@ -131,7 +131,7 @@ def open_shelf(function: Any, key: Any, structure: Structure, arguments: Sequenc
         return None
     try:
         return Shelf(function, key, structure, arguments)
-    except NotKept as reason:
+    except TraceNotKept as reason:
         LOGGER.debug("the trace is not kept on disk: %s", reason)
         return None
 
@@ -156,14 +156,14 @@ class Shelf:
         _, (_, *modes), *specs = key
         plain = getattr(function, "__func__", function)
         if not is_a(plain, FunctionType):
-            raise NotKept("the step is no function")
+            raise TraceNotKept("the step is no function")
         try:
             settings = [*describe_settings({})]
         except NotDescribed as reason:
-            raise NotKept(str(reason)) from None
+            raise TraceNotKept(str(reason)) from None
         parts = [*settings, plain.__module__, plain.__qualname__, digest_of(plain.__code__), repr(modes), repr(specs)]
         if others := replaced_by_others():
-            raise NotKept(f"others have put code in the place of {', '.join(others[:3])}")
+            raise TraceNotKept(f"others have put code in the place of {', '.join(others[:3])}")
         self._digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
         self._function, self._form, self._arguments = function, key[0], arguments
         self._objects = [part.target for _, part in walk(structure, "") if isinstance(part, Reference)]
@@ -182,7 +182,7 @@ class Shelf:
                 continue
             try:
                 return self._load(zlib.decompress(data[32:]), found, discover_more)
-            except NotKept as reason:
+            except TraceNotKept as reason:
                 self._note(reason)
             except Exception as error:  # noqa: BLE001  whatever is wrong with it: the step can be traced
                 LOGGER.debug("a kept trace cannot be used: %s: %s", type(error).__name__, error)
@@ -192,13 +192,13 @@ class Shelf:
         """The trace for a request; ``None`` where it is for another one."""
         try:
             traced = kept.traced(request)
-        except NotKept as reason:
+        except TraceNotKept as reason:
             self._note(reason)
             return None
         self.outcome = "its trace was on disk"
         return traced
 
-    def _note(self, reason: NotKept) -> None:
+    def _note(self, reason: TraceNotKept) -> None:
         self.outcome = f"the trace on disk is not taken: {reason}"
         LOGGER.debug(self.outcome)
 
@@ -207,7 +207,7 @@ class Shelf:
         data = None
         try:
             data = zlib.compress(self._dump(request, traced, learned), 1)
-        except NotKept as reason:
+        except TraceNotKept as reason:
             self.outcome = f"its trace is not kept on disk: {reason}"
         except Exception as error:  # noqa: BLE001  whatever cannot be told: it is traced in every process
             self.outcome = f"its trace is not kept on disk: {type(error).__name__}: {error}"
@@ -227,14 +227,14 @@ class Shelf:
         _check_ordinary(request.found)
         record = traced.record
         if record.fleeting:
-            raise NotKept(f"it depends on what another process has not: {record.fleeting}")
+            raise TraceNotKept(f"it depends on what another process has not: {record.fleeting}")
         if traced.replaced or traced.sizes is not None or traced.wrapper_reads or request.replica is not None:
-            raise NotKept("it has arguments of many sizes, state that is replaced, or several processes")
+            raise TraceNotKept("it has arguments of many sizes, state that is replaced, or several processes")
         if traced.questions.draws or traced.questions.borrowed or traced.effects.conditions or request.is_plain:
-            raise NotKept("it draws random numbers on the host, or asks the host")
+            raise TraceNotKept("it draws random numbers on the host, or asks the host")
         state = [entry.tensor for entry in request.state]
         reads = told_reads(record, request)
-        writer = Writer(Start(self._function, self._objects, state), [*reads, *record.writes])
+        writer = WayWriter(Start(self._function, self._objects, state), [*reads, *record.writes])
         of_code = {each.__code__: each for each in writer.known() if is_a(each, FunctionType)}
         late = (
             (name, each, each.__code__ if is_a(each, FunctionType) else None) for name, each in learned.late
@@ -275,7 +275,7 @@ class Shelf:
         state = [entry.tensor for entry in lift(found) if id(entry.tensor) not in given]
         reader = Reader(Start(self._function, self._objects, state), entries)
         if not given.isdisjoint(map(id, reader.objects)):
-            raise NotKept("an argument is used by a name, too")
+            raise TraceNotKept("an argument is used by a name, too")
         record = make_recorder(self._function, self._arguments)
         record.restore(
             [find_read(reader, Read, each) for each in told],
@@ -284,15 +284,15 @@ class Shelf:
         )
         form, learned, *parts = Unpickler(io.BytesIO(body), reader).load()
         if form != self._form:
-            raise NotKept("its arguments have another form")
+            raise TraceNotKept("its arguments have another form")
         if late := learned.late:
             if any(way[0] == STATE for way, _ in entries):
-                raise NotKept("it finds state late")
+                raise TraceNotKept("it finds state late")
             found = discover_more(late)
             _check_ordinary(found)
             state = [entry.tensor for entry in lift(found) if id(entry.tensor) not in given]
         if _specs(state) != specs:
-            raise NotKept("its state is another")
+            raise TraceNotKept("its state is another")
         numbers, structure, outputs, questions, effects, optimizers = parts
         return Kept(
             learned, numbers, structure, outputs, questions, effects, optimizers, record, state, seen, plain, graph
@@ -310,9 +310,9 @@ def _check_ordinary(found: Found) -> None:
     has_hooks = any(getattr(module, name) for module in modules for name in HOOKS_OF_MODULE)
     has_hooks |= any(has_tensor_hooks(tensor) for tensor in tensors if tensor is not None)
     if has_hooks or hooks_for_all() or any(hooks_of_optimizer(optimizer) for _, optimizer in found.optimizers):
-        raise NotKept("there are hooks")
+        raise TraceNotKept("there are hooks")
     if any(data_parallel_wrappers()):
-        raise NotKept("there are wrappers for data parallelism")
+        raise TraceNotKept("there are wrappers for data parallelism")
 
 
 def _specs(state: Sequence[Tensor]) -> list[Any]:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from millstream.capture.guards.guards import original_of
-from millstream.capture.kept.descriptions import NAMED, NotKept, describe, digest_of, is_plain
+from millstream.capture.kept.descriptions import NAMED, TraceNotKept, describe, digest_of, is_plain
 from millstream.capture.record.fleeting import of_native, of_order
 from millstream.capture.record.location import MISSING as NOTHING
 from millstream.capture.record.paths import is_namespace
@@ -94,7 +94,7 @@ class Start:
                 return vars(sys.modules[rest[0]])
             return (self.objects if kind == ARGUMENT else self.state)[rest[0]]
         except (LookupError, AttributeError) as error:
-            raise NotKept(f"there is no {kind} {rest}") from error
+            raise TraceNotKept(f"there is no {kind} {rest}") from error
 
 
 def _class_named(module: str, name: str) -> Any:
@@ -143,7 +143,7 @@ class _Table:
             place = getattr(owner, "__name__", "") or getattr(value, "__objclass__", kind).__qualname__
             name = f"{getattr(value, '__module__', None)}.{place}.{value.__name__}"
             if reason := of_native(value):
-                raise NotKept(f"it reads {reason}")
+                raise TraceNotKept(f"it reads {reason}")
             return "named", name, None if is_free else self.ref(owner)
         return "object", self.number_of(value)
 
@@ -153,7 +153,7 @@ class _Table:
         return tuple(sorted(found, key=repr)) if is_a(holder, set | frozenset) and of_order(holder) else found
 
 
-class Writer(_Table):
+class WayWriter(_Table):
     """Numbers the objects that a trace has to do with.
 
     Args:
@@ -205,7 +205,7 @@ class Writer(_Table):
         before, way = None, _way_by_name(value)
         if way is None:
             if id(value) not in self._ways:
-                raise NotKept(f"no way leads to {_told(value)}")
+                raise TraceNotKept(f"no way leads to {_told(value)}")
             before, way = self._ways[id(value)]
         if before is not None:
             what, *which = way
@@ -217,7 +217,7 @@ class Writer(_Table):
         self.entries.append((way, None))
         try:
             self.entries[number] = way, describe(value, self.ref)  # which may lead back to it
-        except NotKept:
+        except TraceNotKept:
             del self.entries[number:]
             self._number = {each: other for each, other in self._number.items() if other < number}
             raise
@@ -253,11 +253,11 @@ class Reader(_Table):
             value = _original_of(self._find(start, way))
             number = self._number.setdefault(id(value), len(self.objects))
             if number != len(self.objects) and not is_a(value, tuple):
-                raise NotKept(f"{_told(value)} is at two places")
+                raise TraceNotKept(f"{_told(value)} is at two places")
             self.objects.append(value)
         for value, (_, description) in zip(self.objects, entries, strict=True):
             if describe(value, self.ref) != description:
-                raise NotKept(f"{_told(value)} is another than it was")
+                raise TraceNotKept(f"{_told(value)} is another than it was")
 
     def _find(self, start: Start, way: Step) -> Any:
         if way[0] != PART:
@@ -267,9 +267,9 @@ class Reader(_Table):
         try:
             found = _FIND[what](holder, *(map(self.value_of, which) if what in _KEYED else which))
         except (LookupError, AttributeError, ValueError, TypeError) as error:
-            raise NotKept(f"{_told(holder)} has no {what} {which}") from error
+            raise TraceNotKept(f"{_told(holder)} has no {what} {which}") from error
         if found is MISSING:
-            raise NotKept(f"{_told(holder)} has no {what} {which}")
+            raise TraceNotKept(f"{_told(holder)} has no {what} {which}")
         return found
 
     def number_of(self, value: Any) -> int:
@@ -287,7 +287,7 @@ class Reader(_Table):
             return getattr(torch, rest[1].removeprefix("torch."))
         if kind == "=" and rest[0] in _KEYS:
             return ast.literal_eval(rest[1])
-        raise NotKept(f"a key is {ref}")
+        raise TraceNotKept(f"a key is {ref}")
 
 
 _KEYS = ("builtins.str", "builtins.int", "builtins.bool", "builtins.bytes", "builtins.NoneType")

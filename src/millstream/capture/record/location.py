@@ -215,7 +215,7 @@ class SequenceItems(Attributes):
         self._owner.set(type(held)(items))
 
 
-class Shared(Attributes):
+class SharedEntries(Attributes):
     """Entries that several dicts have in common: the same number with each, or there is none."""
 
     @property

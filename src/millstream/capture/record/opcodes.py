@@ -114,7 +114,7 @@ NOTHING = frozenset(
 """Those that move values between the stack, local variables and what they have just made."""
 
 ATOMIC, SLOT = 1, 2
-"""Of a ``Site``: numbers and text on the stack are of no interest; a cell stands among the frame's variables."""
+"""Of an ``InstructionSite``: numbers and text on the stack are of no interest; a cell is among the variables."""
 
 _VERSION = sys.version_info[:2]
 _IS_311 = _VERSION == (3, 11)
@@ -146,7 +146,7 @@ _COMPARISONS = "lt le eq ne gt ge".split()
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class InstructionSite:
     """An instruction that reads or writes.
 
     Attributes:
@@ -205,7 +205,7 @@ def instructions_of(code: CodeType) -> Iterator[Instruction]:
         unit = after
 
 
-def sites_of(code: CodeType) -> dict[int, Site]:
+def sites_of(code: CodeType) -> dict[int, InstructionSite]:
     """The instructions of some code that read or write, by their place among its units.
 
     An instruction that is extended stands there by where it begins, too: versions differ in what they speak of.
@@ -218,7 +218,7 @@ def sites_of(code: CodeType) -> dict[int, Site]:
     return found
 
 
-def packed(sites: dict[int, Site], code: CodeType) -> bytes:
+def packed(sites: dict[int, InstructionSite], code: CodeType) -> bytes:
     """The same for ``recorder.cpp``: of each unit depth, number of operands, flags and slot, in 8 bytes."""
     units = bytearray(8 * (len(code.co_code) // 2))
     for unit, site in sites.items():
@@ -267,7 +267,7 @@ def _effect(opcode: int, argument: int, *, is_jump: bool) -> int:
     return dis.stack_effect(opcode, argument if opcode >= dis.HAVE_ARGUMENT else None, jump=is_jump)
 
 
-def _site_of(item: Instruction, depth: int, code: CodeType) -> Site | None:
+def _site_of(item: Instruction, depth: int, code: CodeType) -> InstructionSite | None:
     if _IS_311 and item.name == "CALL":  # there ``PRECALL`` has come before it
         return None
     action, num_operands = TREATMENTS[item.name]
@@ -277,7 +277,7 @@ def _site_of(item: Instruction, depth: int, code: CodeType) -> Site | None:
     num_operands += item.argument * (item.name in _CALLS)
     num_operands += (item.argument & 1) * (item.name == "CALL_FUNCTION_EX")
     num_operands += (item.argument & 4 == 4) * (item.name == "FORMAT_VALUE")
-    return Site(action, _argument_of(item, code), depth, num_operands, slot)
+    return InstructionSite(action, _argument_of(item, code), depth, num_operands, slot)
 
 
 def _argument_of(item: Instruction, code: CodeType) -> Any:

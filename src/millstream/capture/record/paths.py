@@ -12,7 +12,7 @@ from millstream.capture.record.location import (
     Items,
     Location,
     SequenceItems,
-    Shared,
+    SharedEntries,
     SlotAttributes,
 )
 from millstream.capture.record.reads import Kind, Read, behind
@@ -95,7 +95,7 @@ def places_in(locations: Iterable[Location]) -> set[tuple[Any, ...]]:
     return {
         place_of(each, location.key)
         for location in locations
-        for each in (location.holder.owners if isinstance(location.holder, Shared) else (location.holder,))
+        for each in (location.holder.owners if isinstance(location.holder, SharedEntries) else (location.holder,))
     }
 
 

@@ -31,12 +31,13 @@ from torch.autograd import Function
 
 from millstream.capture.lines import is_part_of_project, is_pythons, is_users, is_users_own
 from millstream.capture.record import fleeting
+from millstream.capture.record.instructions import NULL, InstructionSession
 from millstream.capture.record.location import (
     Attributes,
     ClassAttributes,
     ContextValue,
     Location,
-    Shared,
+    SharedEntries,
     SlotAttributes,
 )
 from millstream.capture.record.natives import (
@@ -54,7 +55,7 @@ from millstream.capture.record.natives import (
     owner_of,
     special_of,
 )
-from millstream.capture.record.opcodes import Site
+from millstream.capture.record.opcodes import InstructionSite
 from millstream.capture.record.reads import (
     CONTAINERS,
     IS_HEAP_TYPE,
@@ -75,7 +76,6 @@ from millstream.capture.record.reads import (
     is_a,
     own_dict,
 )
-from millstream.capture.record.session import NULL, Session
 
 _CALLABLE_FIRST = sys.version_info >= (3, 13)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), CodeType)
@@ -129,7 +129,7 @@ class Recorder:
     ) -> None:
         self._wanted = wanted
         self._is_followed, self._starts_threads = is_followed, False
-        self._session = Session(self._see, self._follows, self._begins)
+        self._session = InstructionSession(self._see, self._follows, self._begins)
         self._new: set[int] = set()  # by id, objects that the step has made, and that the collector knows
         self._before: set[int] = set()  # by id, others that were there before
         self._roots = [*roots]
@@ -295,7 +295,7 @@ class Recorder:
     # --- what is kept -------------------------------------------------------------------------------------------------
 
     def _see(
-        self, site: Site, code: CodeType, unit: int, frame: FrameType, operands: tuple[Any, ...]
+        self, site: InstructionSite, code: CodeType, unit: int, frame: FrameType, operands: tuple[Any, ...]
     ) -> Exception | None:
         """Note what an instruction is about to read and write; what is returned is raised in its place."""
         if is_pythons(code.co_filename) and _is_for_us(frame):
@@ -758,7 +758,7 @@ def _places_of(place: Location) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     holder, key, kind = place.entry.holder, place.entry.key, Kind.ITEM
     if is_a(holder, CellType):
         kind = Kind.CELL
-    elif is_a(holder, Shared):
+    elif is_a(holder, SharedEntries):
         holder = holder.owners[0]
     elif is_a(holder, Attributes):
         kind = next((each for form, each in _KINDS.items() if is_a(holder, form)), kind)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
-from millstream.capture.effects.registry import PACKAGES
+from millstream.capture.effects.output_libraries import PACKAGES
 from millstream.capture.lines import is_users
 
 
 @dataclass
-class Names:
+class CodeNames:
     """Names in some code and in the code of functions within it. Shared: not to be changed."""
 
     all: set[str] = field(default_factory=set)
@@ -29,9 +29,9 @@ class Names:
 
 
 @functools.lru_cache(maxsize=65536)
-def names_of(code: CodeType) -> Names:
+def names_of(code: CodeType) -> CodeNames:
     """The names in some code."""
-    found = Names(all={*code.co_names}, codes={code})
+    found = CodeNames(all={*code.co_names}, codes={code})
     for item in dis.get_instructions(code):
         name = str(item.argval)
         if not is_method_load(item):

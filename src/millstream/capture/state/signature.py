@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from millstream._torch.modes import ambient
+from millstream._torch.active_modes import ambient
 from millstream._torch.switches import SwitchSettings
 from millstream.tree.spec import SCALARS
 

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor
-from millstream.capture.effects.values import Later, holds_token
+from millstream.capture.effects.late_values import Later, holds_token
 from millstream.capture.lines import is_millstreams, is_users
 from millstream.capture.record.location import MISSING, Attributes, Location
 from millstream.capture.record.paths import PLACES, identity_of, items_of, location_of, path_of
@@ -39,7 +39,7 @@ from millstream.capture.state.contents import (
 )
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import others_may_write
-from millstream.capture.state.generators import StandsForGenerator
+from millstream.capture.state.host_generators import StandsForGenerator
 from millstream.capture.state.relevant import counts
 from millstream.capture.state.signature import is_same
 
@@ -47,7 +47,7 @@ MAX_ENTRIES = 1000
 """Of longer lists no entry is told from the others."""
 
 
-class Kind(Enum):
+class HolderKind(Enum):
     """What a holder belongs to."""
 
     PLAIN = "an object of the user's"
@@ -62,7 +62,7 @@ class Kind(Enum):
 class Change:
     """An entry that the traced function changed."""
 
-    kind: Kind  # what the holder belongs to
+    kind: HolderKind  # what the holder belongs to
     location: Location  # the entry; or a whole container, where its length or order changed
     before: Any  # what was there, or ``MISSING``
     after: Any  # what is there now, or ``MISSING``
@@ -77,7 +77,7 @@ class Change:
 class _Kept:
     """A holder in which the step has written, or may have, and what it held before."""
 
-    kind: Kind
+    kind: HolderKind
     name: str
     holder: Any
     content: Any
@@ -102,7 +102,7 @@ class _Kept:
         yield from ((key, name, content.get(key, MISSING), holder.get(key, MISSING)) for key, name in keys)
 
 
-class Snapshot:
+class StateSnapshot:
     """What was where the step has written, to compare with and to go back to: noted before it writes there first.
 
     Other threads may write to the same holders meanwhile. What the step has not written is theirs: it is no
@@ -118,16 +118,16 @@ class Snapshot:
         self._kept: dict[int, _Kept] = {}  # by the holder's id
         self._places: dict[Location, Any] = {}  # variables of closures, slots, attributes of classes
         self._numbers: dict[Location, Any] = {}  # where we have put what stands for a number
-        self._kinds: dict[int, tuple[Kind, str]] = {}  # by id, holders that are none of an object of the user's
+        self._kinds: dict[int, tuple[HolderKind, str]] = {}  # by id, holders that are none of an object of the user's
         for name, root in found.modules:
             for prefix, module in root.named_modules(prefix=name):
                 for holder in (vars(module), module._parameters, module._buffers, module._modules):
-                    self._kinds[id(holder)] = Kind.MODULE, prefix
+                    self._kinds[id(holder)] = HolderKind.MODULE, prefix
         for name, optimizer in found.optimizers:
             self._keep_optimizer(name, optimizer)
         for name, scaler in found.scalers:
             for part in (vars(scaler), scaler._per_optimizer_states, *scaler._per_optimizer_states.values()):
-                self._copy(Kind.SCALER, name, part)
+                self._copy(HolderKind.SCALER, name, part)
 
     def note_number(self, place: Location) -> None:
         """Note a place where something stands for a number now."""
@@ -136,10 +136,10 @@ class Snapshot:
     def add_written(self, write: Write) -> None:
         """Note what is there where the step is about to write."""
         holder = items_of(write.holder)
-        kind, prefix = self._kinds.get(id(write.holder), (Kind.PLAIN, ""))
-        if kind is Kind.PLAIN and not counts(write, self._record):
+        kind, prefix = self._kinds.get(id(write.holder), (HolderKind.PLAIN, ""))
+        if kind is HolderKind.PLAIN and not counts(write, self._record):
             return
-        name = path_of(write, self._record) if kind is Kind.PLAIN else f"{prefix}.{write.key}"
+        name = path_of(write, self._record) if kind is HolderKind.PLAIN else f"{prefix}.{write.key}"
         if write.kind is Kinds.CONTENTS or (write.kind is Kinds.ITEM and isinstance(holder, dict | list | Attributes)):
             kept = self._keep(kind, name, holder)
             if kept is None or kept.names is None:
@@ -159,28 +159,28 @@ class Snapshot:
             if is_seen:
                 return
             holder = Answers(holder)
-        kind, _ = self._kinds.get(id(holder), (Kind.PLAIN, ""))
+        kind, _ = self._kinds.get(id(holder), (HolderKind.PLAIN, ""))
         if (kept := self._keep(kind, path_of(read, self._record), items_of(holder))) is not None:
             kept.names = None
 
     def _keep_optimizer(self, name: str, optimizer: Optimizer) -> None:
-        self._copy(Kind.OPTIMIZER, name, vars(optimizer))
-        self._copy(Kind.GROUP, f"{name}.param_groups", optimizer.param_groups)
+        self._copy(HolderKind.OPTIMIZER, name, vars(optimizer))
+        self._copy(HolderKind.GROUP, f"{name}.param_groups", optimizer.param_groups)
         for number, group in enumerate(optimizer.param_groups):
-            self._copy(Kind.GROUP, f"{name}.param_groups[{number}]", group)
-            self._copy(Kind.GROUP, f"{name}.param_groups[{number}]", group["params"])
+            self._copy(HolderKind.GROUP, f"{name}.param_groups[{number}]", group)
+            self._copy(HolderKind.GROUP, f"{name}.param_groups[{number}]", group["params"])
         for entry in (optimizer.state, *optimizer.state.values()):
-            self._copy(Kind.STATE, f"{name}.state", entry)
+            self._copy(HolderKind.STATE, f"{name}.state", entry)
 
-    def _copy(self, kind: Kind, name: str, holder: Any) -> None:
+    def _copy(self, kind: HolderKind, name: str, holder: Any) -> None:
         self._kinds[id(holder)] = kind, name
         self._keep(kind, name, holder)
 
-    def _keep(self, kind: Kind, name: str, holder: Any) -> _Kept | None:
+    def _keep(self, kind: HolderKind, name: str, holder: Any) -> _Kept | None:
         """Note what a holder has, unless that is known; ``None`` for what is too large, or no container."""
         known = self._kept.get(identity_of(holder))
         if known is None and is_container(holder) and not (is_bytes(holder) and not is_comparable(holder)):
-            names = [] if kind in (Kind.PLAIN, Kind.MODULE) else None
+            names = [] if kind in (HolderKind.PLAIN, HolderKind.MODULE) else None
             known = self._kept[identity_of(holder)] = _Kept(kind, name, holder, content_of(holder), names)
         return known
 
@@ -209,8 +209,8 @@ class Snapshot:
                 found[location] = Change(kind, location, kept.content, holder)
         return list(found.values())
 
-    def _kind_of(self, location: Location) -> Kind:
-        return self._kinds.get(id(location.holder), (Kind.PLAIN, ""))[0]
+    def _kind_of(self, location: Location) -> HolderKind:
+        return self._kinds.get(id(location.holder), (HolderKind.PLAIN, ""))[0]
 
     def _of_others(self, differences: list[Change]) -> dict[Location, Change]:
         """Those of them that other threads have made."""
@@ -224,7 +224,7 @@ class Snapshot:
             return False
         if self._is_written_over(change):
             return True
-        is_ours = change.kind is Kind.GROUP or change.location in self._numbers
+        is_ours = change.kind is HolderKind.GROUP or change.location in self._numbers
         return is_ours and not self._record.has_written(change.location)
 
     def _is_written_over(self, change: Change) -> bool:
@@ -264,9 +264,9 @@ class Snapshot:
         To be asked when everything is put back that the step has changed; not about ``unread``.
         """
         for read in self._record.reads:
-            kind = self._kinds.get(id(read.holder), (Kind.PLAIN, ""))[0]
+            kind = self._kinds.get(id(read.holder), (HolderKind.PLAIN, ""))[0]
             is_theirs = is_users(read.code.co_filename)  # what PyTorch's has read, ours may change meanwhile
-            if not is_theirs or kind not in (Kind.PLAIN, Kind.MODULE) or not counts(read, self._record):
+            if not is_theirs or kind not in (HolderKind.PLAIN, HolderKind.MODULE) or not counts(read, self._record):
                 continue
             if read.kind is Kinds.CONTENTS and is_container(read.holder):
                 place = Location(read.holder, None, path_of(read, self._record))

@@ -23,17 +23,17 @@ from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import name_of, others_may_write
 from millstream.capture.state.lift import Lifted, device_of, find_host_scalars, lift
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view, settings_of
-from millstream.capture.step.calls import Call
+from millstream.capture.step.calls import StepCall
 from millstream.capture.step.graph import (
     STATE_NAMES,
+    AddressRanges,
     DeviceScalar,
-    Memory,
     Slot,
     StepGraph,
     is_alike,
     restore_gradients,
 )
-from millstream.capture.step.sizes import SizeGuard
+from millstream.capture.step.symbolic_sizes import SizeGuard
 from millstream.capture.trace.patches.optimizers import counts_of, numbers_of
 from millstream.capture.trace.request import Gradient, NumberInput, Request, Traced
 from millstream.capture.trace.scalars import is_number
@@ -63,7 +63,7 @@ class StepState:
     settled: set[Any] = field(default_factory=set)  # changes of other plain values that were seen
 
     def make_request(
-        self, function: Any, call: Call, roots: list[tuple[str, Any]], found: Found, like: StepGraph | None = None
+        self, function: Any, call: StepCall, roots: list[tuple[str, Any]], found: Found, like: StepGraph | None = None
     ) -> Request:
         """Say what to trace.
 
@@ -212,7 +212,7 @@ class StepState:
             else:
                 self.lifted[location] = None
 
-    def assemble(self, call: Call, request: Request, traced: Traced, seconds: float) -> StepGraph:
+    def assemble(self, call: StepCall, request: Request, traced: Traced, seconds: float) -> StepGraph:
         """Put real tensors to the inputs of a traced graph.
 
         Raises:
@@ -235,7 +235,9 @@ class StepState:
                 static.append(device_scalars[-1].slot.tensor)
             else:
                 static.append(local_of(entry.tensor).detach())
-        written_state = Memory(tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written)
+        written_state = AddressRanges(
+            tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written
+        )
         given = [*call.arguments, *(request.state[index].tensor for index, _ in traced.replaced)]
         if not written_state.is_apart_from(given, among_each_other=traced.writes_arguments):
             raise CaptureError(

@@ -31,9 +31,9 @@ from millstream.tree.flatten import tree_flatten
 from millstream.tree.spec import (
     Leaf,
     Number,
+    PlainValue,
     Reference,
     Structure,
-    Value,
     kinds_of,
     replace_numbers,
     walk_arguments,
@@ -47,7 +47,7 @@ MOST_FORMS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallForm:
     """What is known of a call without its tensors."""
 
     key: Any  # what it has in common with the calls that the same graph may serve
@@ -80,7 +80,7 @@ class Form:
             elif isinstance(part, Number):
                 yield name, part, next(given)
             else:
-                yield name, part, part.value if isinstance(part, Value) else None
+                yield name, part, part.value if isinstance(part, PlainValue) else None
 
 
 def text_of_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
@@ -89,7 +89,7 @@ def text_of_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 @dataclass
-class Call:
+class StepCall:
     """One call of a step."""
 
     key: Any  # what it has in common with the calls that the same graph may serve
@@ -104,9 +104,9 @@ class Call:
     cause: Any = None  # why no graph serves it, once that is known
 
     @property
-    def form(self) -> Form:
+    def form(self) -> CallForm:
         """What is known of it without its tensors."""
-        return Form(self.key, self.structure, self.given, self.parameters)
+        return CallForm(self.key, self.structure, self.given, self.parameters)
 
     @property
     def signature(self) -> dict[str, str]:
@@ -167,7 +167,7 @@ class Calls:
         """Keep these, which graphs read by another way, apart from arguments that look alike."""
         self.held = {id(each): Reference(each) for each in containers}
 
-    def hold_among(self, call: Call, containers: Iterable[Any]) -> bool:
+    def hold_among(self, call: StepCall, containers: Iterable[Any]) -> bool:
         """Take the arguments of a call apart once more if some of these are among them, and none was known for that."""
         given = containers_in([call.args, call.kwargs], call.opened)
         found = {id(each): Reference(each) for each in containers if id(each) in given}
@@ -177,7 +177,7 @@ class Calls:
         vars(call).update(vars(self.make(call.args, call.kwargs)) | {"cause": call.cause})
         return True
 
-    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCall:
         """Look at the arguments; numbers that are others than they were before are brought by each call from now on."""
         numbers: list[float] = []
         structure, arguments = self.flatten(args, kwargs, numbers)
@@ -194,10 +194,10 @@ class Calls:
             changed = (index for index, number in enumerate(numbers) if is_other(number, before[index]))
             varying = self._varying[structure] = self._varying.get(structure, frozenset()).union(changed)
             form, given = self.split_numbers(structure, numbers)
-        parts = (Number(type(n)) if i in varying else Value(type(n), n) for i, n in enumerate(numbers))
+        parts = (Number(type(n)) if i in varying else PlainValue(type(n), n) for i, n in enumerate(numbers))
         key = (None if kwargs else key_of_tensors(args)) or key_of(form, arguments)
         taken = self.opened.intersection(kinds_of(structure)) if self.opened else self.opened
-        return Call(
+        return StepCall(
             key, replace_numbers(structure, parts), arguments, given, args, kwargs, self._parameters, taken, self.held
         )
 
@@ -217,7 +217,7 @@ class Calls:
                         del self._met[name]
         return self.opened != opened
 
-    def keep_whole(self, call: Call) -> Call | None:
+    def keep_whole(self, call: StepCall) -> StepCall | None:
         """The same call with objects as they are: for the few that a step may change, each with a graph of its own.
 
         Returns:
@@ -250,7 +250,7 @@ def split_leaves(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     return [each for each in args if type(each) is Tensor], [each for each in args if type(each) is not Tensor]
 
 
-def specs_of(call: Call) -> TensorSpecs | None:
+def specs_of(call: StepCall) -> TensorSpecs | None:
     """What tensors in calls like this look like; ``None`` where, with numbers that calls bring, others things count."""
     tensors = [arg for arg in call.args if type(arg) is Tensor and not arg.requires_grad]
     numbers = [arg for arg in call.args if type(arg) in (float, int)]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from millstream.capture.lines import told
-from millstream.capture.step.calls import Call
-from millstream.capture.step.failures import find_failure
+from millstream.capture.step.calls import StepCall
 from millstream.capture.step.graph import Build, StepGraph
-from millstream.capture.step.sizes import NoSymbols
+from millstream.capture.step.replay_errors import find_failure
+from millstream.capture.step.symbolic_sizes import NoSymbols
 from millstream.capture.trace.patches.randomness import RandomState
 from millstream.capture.trace.request import NotNow
 from millstream.data_parallel.exchange import PROGRESS
@@ -20,7 +20,9 @@ from millstream.progress import phase
 from millstream.signals import signals_wait
 
 
-def build_and_run(build: Build, call: Call, graph: StepGraph, *, is_trial: bool) -> tuple[list[Tensor], list[Tensor]]:
+def build_and_run(
+    build: Build, call: StepCall, graph: StepGraph, *, is_trial: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     """Build the graph and run it for the first time; a failure, or a trial, leaves everything as it was.
 
     Returns:
@@ -59,7 +61,7 @@ def build_and_run(build: Build, call: Call, graph: StepGraph, *, is_trial: bool)
     return arguments, results
 
 
-def _run(build: Build, call: Call, graph: StepGraph, arguments: list[Tensor], *, is_trial: bool) -> list[Tensor]:
+def _run(build: Build, call: StepCall, graph: StepGraph, arguments: list[Tensor], *, is_trial: bool) -> list[Tensor]:
     """Build the graph and run it."""
     num_exchanges = PROGRESS.num_started
     try:

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, fx
 
 from millstream._torch.tensors import call_plainly, storage_id
-from millstream.capture.effects.program import Effects, Output
-from millstream.capture.effects.values import Values, read_clocks
+from millstream.capture.effects.host_effects import Effects, Output
+from millstream.capture.effects.late_values import Values, read_clocks
 from millstream.capture.guards.guards import Guards
-from millstream.capture.guards.recheck import Line
+from millstream.capture.guards.recheck import OperatorLine
 from millstream.capture.record.location import Location
 from millstream.capture.state.signature import is_other, is_same
-from millstream.capture.step.calls import Form
-from millstream.capture.step.failures import as_eager
-from millstream.capture.step.sizes import SizeGuard, form_without_sizes, numbers_of
+from millstream.capture.step.calls import CallForm
+from millstream.capture.step.replay_errors import as_eager
+from millstream.capture.step.symbolic_sizes import SizeGuard, form_without_sizes, numbers_of
 from millstream.capture.trace.request import NotNow
 from millstream.capture.trace.scalars import Questions, is_number
 from millstream.device.tensor_specs import TensorSpecs
@@ -100,7 +100,7 @@ class StepGraph:
     gm: fx.GraphModule  # the traced graph
     trace_seconds: float  # tracing alone
     key: Any  # what calls that it may fit have in common
-    form: Form  # of the call that it was captured in
+    form: CallForm  # of the call that it was captured in
     guards: Guards  # what it takes for granted
     static: list[Tensor]  # its inputs before the arguments
     # which arguments are inputs, and the device to which they must be brought, if any
@@ -109,7 +109,7 @@ class StepGraph:
     # what it takes for granted of arguments besides that: position, form, what that gives
     expected: list[tuple[int, Callable[[Any], Any], Any]]
     changing: Container[Location]  # places whose tensors were to be read in that way, if the graph reads any
-    listing: list[Line]  # what it does, to compare with, if it is checked
+    listing: list[OperatorLine]  # what it does, to compare with, if it is checked
     sources: list[Location]  # where the numbers are that each call may change
     slots: list[Slot]  # what it reads of them; those that it has use for are among ``static``
     device_scalars: list[DeviceScalar]  # numbers in tensors on the host that it reads; among ``static``
@@ -124,7 +124,7 @@ class StepGraph:
     containers: list[Any]  # that it reaches without its arguments
     written: list[Tensor]  # those of ``static`` that it writes
     parameters: list[Tensor]  # the user's parameters that it writes
-    written_state: Memory  # memory of the user's state that it writes
+    written_state: AddressRanges  # memory of the user's state that it writes
     writes_arguments: bool  # whether it writes to an argument
     sizes: SizeGuard | None = None  # for which sizes of arguments it holds, if those are not all part of ``key``
     capture_seconds: float = 0.0  # time to trace and build it and to run it once
@@ -407,7 +407,7 @@ def is_alike(left: Tensor, right: Tensor) -> bool:
     return (left.shape, left.dtype, left.device, left.layout) == (right.shape, right.dtype, right.device, right.layout)
 
 
-class Memory:
+class AddressRanges:
     """Ranges of addresses.
 
     Args:

@@ -23,20 +23,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from millstream._torch.backward import backward_watched, reaches_before
+from millstream._torch.backward_hooks import backward_watched, reaches_before
 from millstream._torch.compiler.dynamo import is_compiling
+from millstream._torch.dispatcher import is_differentiated_outside
 from millstream._torch.hooks import hook_leaf
-from millstream._torch.operators import is_differentiated_outside
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number
-from millstream.capture.effects.recorder import recorder_of_thread
+from millstream.capture.effects.effect_recorder import recorder_of_thread
 from millstream.capture.lines import here, raise_refusal
-from millstream.capture.step.calls import Call
+from millstream.capture.step.calls import StepCall
 from millstream.capture.step.graph import StepGraph
-from millstream.capture.step.split import UNBOUND, Part, split_function
+from millstream.capture.step.split import UNBOUND, FunctionPart, split_function
 from millstream.capture.step.step import Fallback, P, R, Step
 from millstream.capture.trace.scalars import is_scalar, is_size
-from millstream.data_parallel.session import Session
+from millstream.data_parallel.reduced_run import ReducedRun
 from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user
 from millstream.tree.containers import is_open_container, parts_of
 from millstream.tree.flatten import tree_flatten
@@ -150,7 +150,9 @@ class IslandStep(Step[P, R]):
         how: As for ``Step``.
     """
 
-    def __init__(self, function: Callable[P, R], parts: list[Part], refused: CaptureError | None, **how: Any) -> None:
+    def __init__(
+        self, function: Callable[P, R], parts: list[FunctionPart], refused: CaptureError | None, **how: Any
+    ) -> None:
         super().__init__(function, **how)
         self._how = how
         self._shared = refused
@@ -161,7 +163,7 @@ class IslandStep(Step[P, R]):
         kinds = {each.kind for each in self._signature.parameters.values()}
         is_plain = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
         self._plain = [*self._signature.parameters] if is_plain else None  # what may be passed by position alone
-        self._parts: list[tuple[Part, Callable[..., Any]]] = []
+        self._parts: list[tuple[FunctionPart, Callable[..., Any]]] = []
         for part in parts:
             run = part.function if part.is_region or part.is_trivial else _PartStep(part, self, **how)
             self._parts.append((part, run))
@@ -199,7 +201,7 @@ class IslandStep(Step[P, R]):
             return self.function(*args, **kwargs)
         if is_differentiated_outside():
             return self._run_within_transform(args, kwargs)
-        with Session().active():
+        with ReducedRun().active():
             return self._run(args, kwargs)  # type: ignore[no-any-return]
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -257,7 +259,7 @@ class IslandStep(Step[P, R]):
 class _PartStep(Step[Any, Any]):
     """A captured part. What it leaves to others is as in eager Python, where it runs eagerly."""
 
-    def __init__(self, part: Part, whole: IslandStep[Any, Any], **how: Any) -> None:
+    def __init__(self, part: FunctionPart, whole: IslandStep[Any, Any], **how: Any) -> None:
         super().__init__(part.function, **how)
         self._name = self._history.name = "{}, lines {} to {},".format(whole._name, *part.lines)
         self.refusals = whole.refusals
@@ -268,7 +270,7 @@ class _PartStep(Step[Any, Any]):
     def _with_region(self, error: CaptureError) -> CaptureError:
         return error
 
-    def _fall_back(self, call: Call, error: CaptureError) -> Any:
+    def _fall_back(self, call: StepCall, error: CaptureError) -> Any:
         if isinstance(error, EmptyCaptureError):
             self._refuse_alike(call, error)
             return self._run_call_plainly(call)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from millstream.capture.step.sizes import form_without_sizes
+from millstream.capture.step.symbolic_sizes import form_without_sizes
 from millstream.errors import CaptureError
 
 MOST_ALIKE = 2

@@ -28,7 +28,7 @@ _TRIVIAL = (ast.Pass, ast.Return, ast.Assign, ast.Expr, ast.Global, ast.Nonlocal
 
 
 @dataclass(frozen=True)
-class Part:
+class FunctionPart:
     """A part of a function."""
 
     # takes the values of ``inputs`` by position. It returns ``(True, result)`` where the user's function would return,
@@ -43,7 +43,7 @@ class Part:
 
 def split_function(
     function: FunctionType, marker: Callable[..., Any], leave: Callable[..., Any]
-) -> tuple[list[Part], CaptureError | None]:
+) -> tuple[list[FunctionPart], CaptureError | None]:
     """Split ``function`` at the ``with`` statements of its body that call ``marker``.
 
     Args:
@@ -78,7 +78,7 @@ def split_function(
         is_trivial = all(map(_is_trivial, body))
         end = _pass_on if is_region or is_trivial else leave
         made = _compile(function, tree, body, inputs, outputs, set[str]().union(*stored[:index]), is_last, end)
-        parts.append(Part(made, is_region, is_trivial, tuple(inputs), tuple(outputs), _lines_of(body, tree)))
+        parts.append(FunctionPart(made, is_region, is_trivial, tuple(inputs), tuple(outputs), _lines_of(body, tree)))
     return parts, error
 
 

@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from millstream._torch.active_modes import ambient
 from millstream._torch.compiler.dynamo import is_compiling
-from millstream._torch.distributed.data_parallel import watch_wrapping
+from millstream._torch.dispatcher import FORWARD_AD, innermost_transform
 from millstream._torch.distributed.fully_sharded import any_sharded, reshard_left
+from millstream._torch.distributed.wrappers import watch_wrapping
 from millstream._torch.hooks import OwnHook
-from millstream._torch.modes import ambient
-from millstream._torch.operators import FORWARD_AD, innermost_transform
 from millstream._torch.switches import present
 from millstream._torch.tensors import has_shared_memory
 from millstream.capture.effects.drawn import undrawn
-from millstream.capture.effects.recorder import text_changed
+from millstream.capture.effects.effect_recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.kept.traces import Shelf, open_shelf
 from millstream.capture.lines import COMES_TO, claim, in_library, library_in
@@ -39,13 +39,13 @@ from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.lift import find_unlifted, lift
 from millstream.capture.state.signature import has_same, key_of, key_of_tensors, settings_of
 from millstream.capture.step.bind import StepState
-from millstream.capture.step.calls import Call, Calls, specs_of, split_leaves
-from millstream.capture.step.causes import History, cause_of
+from millstream.capture.step.calls import Calls, StepCall, specs_of, split_leaves
 from millstream.capture.step.first_run import build_and_run
 from millstream.capture.step.graph import Build, GraphCache, StepGraph
+from millstream.capture.step.recapture import History, cause_of
 from millstream.capture.step.refused import Refused
-from millstream.capture.step.sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols
 from millstream.capture.step.split import lines_for_a_region
+from millstream.capture.step.symbolic_sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols
 from millstream.capture.trace.changes import CALLBACK_REMEDY
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
 from millstream.capture.trace.request import (
@@ -72,10 +72,10 @@ from millstream.capture.trace.unsupported import (
     find_unsupported,
     within_transform,
 )
+from millstream.data_parallel.reduced_run import ReducedRun, adopt_sharded
 from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
-from millstream.data_parallel.session import Session, adopt_sharded
-from millstream.device.switches import install_later
+from millstream.device.compiled_switches import install_later
 from millstream.errors import (
     CaptureError,
     FailingStepCaptureError,
@@ -309,7 +309,7 @@ class Step(Generic[P, R]):
         with releasable(self._lock.lock):
             return undisturbed(graph.run, arguments) if graph.is_on_host else graph.run(arguments)
 
-    def _call_slowly(self, call: Call) -> Any:
+    def _call_slowly(self, call: StepCall) -> Any:
         if self._disabled is not None or self._refused.covers(call.key):
             return self._run_call_plainly(call)
         error: CaptureError | None = None
@@ -340,7 +340,7 @@ class Step(Generic[P, R]):
             return done()
         return self._run_watching(call) if error is None else self._fall_back(call, error)
 
-    def _roots(self, call: Call) -> Iterator[tuple[str, Any]]:
+    def _roots(self, call: StepCall) -> Iterator[tuple[str, Any]]:
         yield self._name, self.function
         yield from call.objects()
 
@@ -353,7 +353,7 @@ class Step(Generic[P, R]):
             check_used(discover(roots, {_code_of(self.function)}), unsupported)
         return found
 
-    def _optimizers(self, call: Call) -> list[Optimizer]:
+    def _optimizers(self, call: StepCall) -> list[Optimizer]:
         return [optimizer for _, optimizer in discover(self._roots(call)).optimizers]
 
     def _is_unready(self, found: Found, *, is_trial: bool) -> bool:
@@ -376,7 +376,7 @@ class Step(Generic[P, R]):
         is_scaled = bool(found.scalers) and self._num_unready < MAX_UNREADY
         return is_scaled and any(id(optimizer) not in self._stepped for optimizer in empty)
 
-    def _run_watching(self, call: Call) -> Any:
+    def _run_watching(self, call: StepCall) -> Any:
         """Run eagerly, and note which optimizers step."""
         self._has_run = True
         self._num_unready += 1
@@ -401,7 +401,7 @@ class Step(Generic[P, R]):
         own = {*map(id, call.arguments), *map(id, state), *find_unlifted(found)}
         return {*own, *(id(each.grad) for each in state if each.grad is not None)}
 
-    def _run_call_plainly(self, call: Call) -> Any:
+    def _run_call_plainly(self, call: StepCall) -> Any:
         return self._run_plainly(call.args, call.kwargs, call.arguments)
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Sequence[Tensor]) -> Any:
@@ -428,7 +428,7 @@ class Step(Generic[P, R]):
             adopt_sharded(module for _, module in found.modules)
 
         is_open = not all(argument.is_leaf for argument in arguments)  # gradients are to reach beyond the step
-        with Session(self._replica, lambda: self._optimizers(self._calls.make(args, kwargs))).active():
+        with ReducedRun(self._replica, lambda: self._optimizers(self._calls.make(args, kwargs))).active():
             result = self.function(*args, **kwargs)
         return result if is_open else self._result_of(result, args, kwargs)
 
@@ -455,7 +455,7 @@ class Step(Generic[P, R]):
         told.__cause__ = error.__cause__
         return told.with_traceback(error.__traceback__)
 
-    def _look_back(self, call: Call, found: Found) -> None:
+    def _look_back(self, call: StepCall, found: Found) -> None:
         """Learn from graphs that do not fit: drop dead ones, lift what changes, stop if it leads nowhere."""
         candidates = self._cache.candidates(call.key)
         call.cause = call.cause or cause_of(candidates, self._cache, call)  # before any is dropped
@@ -521,7 +521,7 @@ class Step(Generic[P, R]):
             except NotNow as obstacle:
                 raise obstacle.error from None
 
-    def _capture_objects(self, call: Call) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
+    def _capture_objects(self, call: StepCall) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """Capture; where that cannot be with objects taken apart, as they may be changed, with these very objects."""
         try:
             return self._capture(call)
@@ -537,7 +537,7 @@ class Step(Generic[P, R]):
                 self._calls.open_again(call.opened)
                 raise error from error.__cause__
 
-    def _capture(self, call: Call, *, is_trial: bool = False) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
+    def _capture(self, call: StepCall, *, is_trial: bool = False) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """Trace, build, run and keep a graph for ``call``; a failure, or a trial, leaves everything as it was.
 
         Numbers that change are inputs of the graph, if that can be; it is for those of the call otherwise.
@@ -556,7 +556,7 @@ class Step(Generic[P, R]):
         self._history.note(call.cause, made[0].capture_seconds)
         return made
 
-    def _capture_at_sizes(self, call: Call, *, is_trial: bool) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
+    def _capture_at_sizes(self, call: StepCall, *, is_trial: bool) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         """The same: sizes that change are symbols of the graph, if that can be."""
         dimensions = self._sizes.choose(call.key, call.arguments)
         if dimensions:
@@ -572,7 +572,7 @@ class Step(Generic[P, R]):
         return self._capture_for(call, {}, is_trial=is_trial)
 
     def _capture_for(
-        self, call: Call, dimensions: dict[int, frozenset[int]], *, is_trial: bool
+        self, call: StepCall, dimensions: dict[int, frozenset[int]], *, is_trial: bool
     ) -> tuple[StepGraph, list[Tensor], list[Tensor]]:
         counts = CountsOnDevice()
         watch_wrapping(self)
@@ -622,7 +622,7 @@ class Step(Generic[P, R]):
             compare(graph.listing, listing_of(request, traced), self._name)
 
     def _trace(
-        self, call: Call, found: Found, counts: CountsOnDevice, dimensions: dict[int, frozenset[int]]
+        self, call: StepCall, found: Found, counts: CountsOnDevice, dimensions: dict[int, frozenset[int]]
     ) -> StepGraph:
         start = time.perf_counter()
         request, traced = self._record(call, found, counts, dimensions)
@@ -637,7 +637,7 @@ class Step(Generic[P, R]):
 
     def _record(
         self,
-        call: Call,
+        call: StepCall,
         found: Found,
         counts: CountsOnDevice,
         dimensions: dict[int, frozenset[int]],
@@ -692,7 +692,7 @@ class Step(Generic[P, R]):
         )
 
     def _leave(
-        self, shelf: Shelf | None, call: Call, request: Request, traced: Traced, late: Sequence[tuple[str, Any]]
+        self, shelf: Shelf | None, call: StepCall, request: Request, traced: Traced, late: Sequence[tuple[str, Any]]
     ) -> None:
         """Keep a trace for later processes, if it can be."""
         if shelf is not None:
@@ -700,7 +700,7 @@ class Step(Generic[P, R]):
             _add_to_cause(call, shelf)
 
     def _take(
-        self, shelf: Shelf, call: Call, roots: list[tuple[str, Any]], found: Found, counts: CountsOnDevice
+        self, shelf: Shelf, call: StepCall, roots: list[tuple[str, Any]], found: Found, counts: CountsOnDevice
     ) -> tuple[Request, Traced] | None:
         """What an earlier process has traced, where all of it holds here."""
         for _, optimizer in found.optimizers:
@@ -717,7 +717,7 @@ class Step(Generic[P, R]):
         _add_to_cause(call, shelf)
         return taken
 
-    def _trace_converting(self, request: Request, call: Call) -> Traced:
+    def _trace_converting(self, request: Request, call: StepCall) -> Traced:
         """Trace; what ``float(number)`` and its like give are numbers of the graph, where it takes that and can be."""
         try:
             traced = _trace_twice(request)
@@ -744,7 +744,7 @@ class Step(Generic[P, R]):
         self._state.forget(self._cache)
         graph.release()
 
-    def _fall_back(self, call: Call, error: CaptureError) -> Any:
+    def _fall_back(self, call: StepCall, error: CaptureError) -> Any:
         if self.strict:
             raise error
         if error.__cause__ is None:
@@ -762,12 +762,12 @@ class Step(Generic[P, R]):
             self.refusals.append(Fallback(signature, error))
             warn_user(f"{self._name} runs as plain Python for now: {error}")
 
-    def _refuse_alike(self, call: Call, error: CaptureError) -> bool:
+    def _refuse_alike(self, call: StepCall, error: CaptureError) -> bool:
         """Refuse calls like this from now on; whether that is all calls."""
         install_later()  # what such calls take is mostly their key
         return self._refused.add(call.key, error, [graph.form.key for graph in self._cache])
 
-    def _note_refusal(self, call: Call, error: CaptureError) -> None:
+    def _note_refusal(self, call: StepCall, error: CaptureError) -> None:
         is_known = any(str(error) == str(refusal.error) for refusal in self.refusals)
         is_hopeless = self._refuse_alike(call, error)
         self.refusals.append(Fallback(call.signature, error))
@@ -781,7 +781,7 @@ class Step(Generic[P, R]):
                     move_counts_to_host(optimizer)
 
 
-def _add_to_cause(call: Call, shelf: Shelf) -> None:
+def _add_to_cause(call: StepCall, shelf: Shelf) -> None:
     """Tell people what has come of the trace on disk."""
     if shelf.outcome and call.cause is not None:
         call.cause = replace(call.cause, text=f"{call.cause.text}; {shelf.outcome}")
@@ -807,7 +807,7 @@ def _trace_twice(request: Request) -> Traced:
     return traced
 
 
-def _check_growth(request: Request, traced: Traced, call: Call) -> None:
+def _check_growth(request: Request, traced: Traced, call: StepCall) -> None:
     """Trace again with other things in the lists that the step lets grow, and compare.
 
     Code alone does not show all that may look into a list. Other threads see what is put there meanwhile, as they see
@@ -854,7 +854,7 @@ def _another(value: Any) -> Any:
     return value + 1 if type(value) in (int, float) else value
 
 
-def _learn_arguments(graph: StepGraph, call: Call) -> None:
+def _learn_arguments(graph: StepGraph, call: StepCall) -> None:
     """Let compiled code compare the arguments of later calls with these, if it checks the rest, too."""
     if graph.guards.quick is not None and graph.sizes is None:
         graph.specs = specs_of(call)

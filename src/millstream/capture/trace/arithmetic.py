@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from millstream.capture.effects.expressions import Always, Apply, Expression
-from millstream.capture.effects.values import Leaf
+from millstream.capture.effects.late_values import Leaf
 from millstream.capture.lines import may_be_caught
 from millstream.capture.trace.scalars import (
     INT64,
@@ -45,7 +45,7 @@ BEYOND = -(2**64), 2**64
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class NumberForm:
     """How the graph computes what a function gives for numbers that it has, and what kind of number that is."""
 
     is_whole: bool
@@ -54,7 +54,7 @@ class Form:
     is_answer: bool = False  # whether that is a ``bool``
 
 
-def compute(function: Callable[..., Any], *operands: Any, form: Form | None = None) -> Any:
+def compute(function: Callable[..., Any], *operands: Any, form: NumberForm | None = None) -> Any:
     """What a function of numbers gives, some of which are scalars.
 
     Args:
@@ -127,7 +127,7 @@ def _key_of(operand: Any) -> Any:
 
 
 def _computed(
-    function: Callable[..., Any], operands: tuple[Any, ...], scalars: Sequence[GraphScalar], form: Form | None
+    function: Callable[..., Any], operands: tuple[Any, ...], scalars: Sequence[GraphScalar], form: NumberForm | None
 ) -> Any:
     of = Apply(function, tuple(expression_of(each, scalars[0].questions) for each in operands))
     if not all(each.is_known for each in scalars):
@@ -191,7 +191,7 @@ def _unknown(
     operands: tuple[Any, ...],
     scalars: Sequence[GraphScalar],
     of: Expression,
-    form: Form | None,
+    form: NumberForm | None,
 ) -> HostScalar:
     unknown = next(each for each in scalars if not each.is_known)
     if form is None and (form := _form_of(function, operands)) is None:
@@ -220,16 +220,16 @@ def _unknown(
     return number
 
 
-def _form_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> Form | None:
+def _form_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> NumberForm | None:
     """An operator's form; ``None`` for any other function."""
     are_whole = all(each.is_whole if is_scalar(each) else isinstance(each, int | np.integer) for each in operands)
     if function is operator.pow:
         are_whole = are_whole and (is_scalar(operands[1]) or operands[1] >= 0)
     if are_whole and function in _OF_WHOLE:
         most, usual = (_bounds(function, parts) for parts in zip(*map(_bounds_of, operands), strict=True))
-        return Form(True, _OF_WHOLE[function], (most or BEYOND, usual or INT64))
+        return NumberForm(True, _OF_WHOLE[function], (most or BEYOND, usual or INT64))
     if (to_integer := _TO_WHOLE.get(function)) is not None:
-        return Form(True, lambda number: to_integer(number).to(torch.int64))
+        return NumberForm(True, lambda number: to_integer(number).to(torch.int64))
     to_tensor = _OF_FLOATS.get(function)
     return None if to_tensor is None else of_floats(to_tensor)
 
@@ -246,22 +246,22 @@ _TO_WHOLE: dict[Any, Callable[[Tensor], Tensor]] = {
 """Functions of one number that give a whole one."""
 
 
-def of_floats(to_tensor: Callable[..., Tensor]) -> Form:
+def of_floats(to_tensor: Callable[..., Tensor]) -> NumberForm:
     """The form of a function that gives floats.
 
     Args:
         to_tensor: Does the same to tensors in double precision, and to numbers.
     """
-    return Form(False, lambda *parts: to_tensor(*map(_as_double, parts)))
+    return NumberForm(False, lambda *parts: to_tensor(*map(_as_double, parts)))
 
 
-def of_answers(to_tensor: Callable[..., Tensor]) -> Form:
+def of_answers(to_tensor: Callable[..., Tensor]) -> NumberForm:
     """The form of a function that gives ``True`` or ``False``, and never fails.
 
     Args:
         to_tensor: Does the same to tensors, and to numbers.
     """
-    return Form(True, lambda *parts: to_tensor(*parts).to(torch.int64), ((0, 1), (0, 1)), is_answer=True)
+    return NumberForm(True, lambda *parts: to_tensor(*parts).to(torch.int64), ((0, 1), (0, 1)), is_answer=True)
 
 
 def _as_double(part: Any) -> Any:
@@ -380,11 +380,11 @@ def _rdivmod(self: GraphScalar, other: Any) -> Any:
 def _round(self: GraphScalar, digits: int | None = None) -> Any:
     operands = (self,) if digits is None else (self, digits)
     if not self.is_whole:
-        form = Form(digits is None, lambda number, *_: _rounded(number, digits))
+        form = NumberForm(digits is None, lambda number, *_: _rounded(number, digits))
     elif digits is None or digits >= 0:
-        form = Form(True, lambda number, *_: number, _bounds_of(self))
+        form = NumberForm(True, lambda number, *_: number, _bounds_of(self))
     else:
-        form = Form(True, lambda number, *_: _rounded_to(number, 10**-digits))
+        form = NumberForm(True, lambda number, *_: _rounded_to(number, 10**-digits))
     return compute(round, *operands, form=form)
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
+from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.expressions import Always
-from millstream.capture.effects.program import Extend, Output, Write
-from millstream.capture.effects.recorder import Recorder
+from millstream.capture.effects.host_effects import EffectWrite, Extend, Output
 from millstream.capture.record.location import MISSING, Location
 from millstream.capture.record.paths import places_of
 from millstream.capture.record.recorder import Recorder as Record
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.signature import is_same
-from millstream.capture.state.snapshot import Change, Kind, Snapshot, is_type_of_tracing
+from millstream.capture.state.snapshot import Change, HolderKind, StateSnapshot, is_type_of_tracing
 from millstream.capture.trace.modes import fits
 from millstream.capture.trace.patches.optimizers import is_schedulers
 from millstream.capture.trace.request import Disturbed, FirstChange, NumbersChanged, OneShot, Request, StateMissing
@@ -54,8 +54,8 @@ class Changes:
 
     request: Request
     questions: Questions
-    recorder: Recorder
-    snapshot: Snapshot
+    recorder: EffectRecorder
+    snapshot: StateSnapshot
     record: Record
     numbers: list[Any]
     taken: list[Location] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Changes:
         settled: set[Any] = set()
         for change in self.note_writes():
             before, after = change.before, change.after
-            is_users = change.kind in (Kind.PLAIN, Kind.MODULE)
+            is_users = change.kind in (HolderKind.PLAIN, HolderKind.MODULE)
             if _is_count(change):
                 counted.append(change)
             elif _is_write(change):
@@ -102,9 +102,9 @@ class Changes:
                 raise FirstChange(_side_effect(change, self.record.where_written(change.location)))
             elif id(before) in given and not is_users and fits(after, before):
                 copies.append((before, after))
-            elif change.kind is Kind.STATE:
+            elif change.kind is HolderKind.STATE:
                 raise StateMissing(str(change.location))
-            elif change.kind is Kind.GROUP:
+            elif change.kind is HolderKind.GROUP:
                 raise CaptureError(
                     f"The step changes {change.location}.",
                     where=self.record.where_written(change.location),
@@ -114,8 +114,8 @@ class Changes:
                 if after.requires_grad and after.is_leaf and id(after) not in given:
                     raise needs_gradient(str(change.location))
                 stored.append(change)
-            elif change.kind is not Kind.SCALER and not (
-                change.kind is Kind.OPTIMIZER and change.location.key in _NOTES
+            elif change.kind is not HolderKind.SCALER and not (
+                change.kind is HolderKind.OPTIMIZER and change.location.key in _NOTES
             ):
                 raise _side_effect(change, self.record.where_written(change.location))
         self._check_numbers(counted)
@@ -138,7 +138,7 @@ class Changes:
             location = change.location
             if location not in self.written or self.written[location].after is not change.after:
                 self.written[location] = change
-                self.recorder.program.append(Write(location, self._output_of(change.after)))
+                self.recorder.program.append(EffectWrite(location, self._output_of(change.after)))
         for change in changes:
             if self._is_growth(change):
                 held, start = change.after, self.grown.get(id(change.after), len(change.before))
@@ -215,10 +215,12 @@ class Changes:
 
 def _is_write(change: Change) -> bool:
     """Whether a call can do the change again after the replay: a plain value or number in one place."""
-    if change.kind in (Kind.STATE, Kind.GROUP) or (change.kind is Kind.OPTIMIZER and change.location.key in _NOTES):
+    if change.kind in (HolderKind.STATE, HolderKind.GROUP) or (
+        change.kind is HolderKind.OPTIMIZER and change.location.key in _NOTES
+    ):
         is_ours = is_number(change.before) and is_number(change.after)
     else:
-        is_ours = change.kind is not Kind.SCALER
+        is_ours = change.kind is not HolderKind.SCALER
     after, key = change.after, change.location.key
     if is_known_later(key):
         return False

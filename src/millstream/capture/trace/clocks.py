@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from millstream._torch.tracing import attributes_here, graph_being_traced
-from millstream.capture.effects.recorder import Recorder
+from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.lines import is_users_own
 from millstream.capture.state.impure import asking_of
 
@@ -39,7 +39,7 @@ class Clocks:
         on_impure: Told of a frame of the user's for which a library reads a clock; may raise an error.
     """
 
-    def __init__(self, recorder: Recorder, on_impure: Callable[[FrameType, str, bool], None]) -> None:
+    def __init__(self, recorder: EffectRecorder, on_impure: Callable[[FrameType, str, bool], None]) -> None:
         self._recorder, self._on_impure = recorder, on_impure
         self._positions: list[int] = []
 

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.expressions import Apply, Draw, Expression, computes_the_same, kind_of
-from millstream.capture.effects.recorder import Recorder
 from millstream.capture.lines import raise_refusal
-from millstream.capture.record.session import unseen
-from millstream.capture.state.generators import GENERATORS, StandsForGenerator, copy_of
+from millstream.capture.record.instructions import unseen
+from millstream.capture.state.host_generators import GENERATORS, StandsForGenerator, copy_of
 from millstream.capture.trace.arithmetic import evaluate, expression_of, has_scalars, scalars_in
 from millstream.capture.trace.known_arrays import known
 from millstream.capture.trace.scalars import Questions, is_known_later, is_number, is_scalar, is_tensor
@@ -57,7 +57,7 @@ class Draws:
     def __init__(
         self,
         questions: Questions,
-        recorder: Recorder,
+        recorder: EffectRecorder,
         device: torch.device,
         given: Sequence[Any],
         refuse: Callable[[CaptureError], object],

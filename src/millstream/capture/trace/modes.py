@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from millstream._torch.backward import is_active
+from millstream._torch.backward_hooks import is_active
 from millstream._torch.checkpointing import RandomRecords
-from millstream._torch.compiler.hints import current_stream_hint, note_stream_hint
-from millstream._torch.operators import is_expanded_later
+from millstream._torch.compiler.node_notes import current_stream_hint, note_stream_hint
+from millstream._torch.dispatcher import is_expanded_later
 from millstream._torch.tensors import FakeTensor, asks_device, device_of_fake, is_real, is_unknown, storage_id
 from millstream._torch.tracing import (
     VALUE_NEEDED,
@@ -37,7 +37,7 @@ from millstream._torch.tracing import (
     running_sequence_number,
 )
 from millstream.capture.effects.checks import find_check
-from millstream.capture.effects.recorder import Recorder
+from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.lines import (
     describe,
     here,
@@ -48,11 +48,11 @@ from millstream.capture.lines import (
     raise_refusal,
     user_frames,
 )
-from millstream.capture.record.session import unseen
+from millstream.capture.record.instructions import unseen
 from millstream.capture.state.executed import function_asking
-from millstream.capture.trace.arrays import LaterArray, array_of
 from millstream.capture.trace.flows import FLOWS, Flows, why_not_a_body
 from millstream.capture.trace.known_arrays import ARRAYS, ReadArrays
+from millstream.capture.trace.numpy_arrays import LaterArray, array_of
 from millstream.capture.trace.scalar_functions import run_with_scalars
 from millstream.capture.trace.scalars import GraphScalar
 from millstream.capture.trace.shards import Shards
@@ -157,7 +157,7 @@ class FunctionWatch(TorchFunctionMode):
         refuse: Callable[[Exception], None],
         twins: Twins,
         lifted: set[int],
-        recorder: Recorder,
+        recorder: EffectRecorder,
         sizes: TracedSizes | None = None,
         kind: type[FakeTensor] = FakeTensor,
         unlifted: Mapping[int, Any] = MappingProxyType({}),

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from millstream._torch.switches import SwitchSettings
-from millstream.capture.effects.program import Effects, Output
+from millstream.capture.effects.host_effects import Effects, Output
 from millstream.capture.record.location import Location
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.discover import Found

@@ -44,13 +44,13 @@ from millstream.capture.effects.expressions import (
     Ask,
     Draw,
     Expression,
+    GraphRead,
     Nth,
-    Read,
     compile_steps,
     indices_in,
     kind_of,
 )
-from millstream.capture.effects.values import Later, Leaf, Texts, holds_token
+from millstream.capture.effects.late_values import Later, Leaf, Texts, holds_token
 from millstream.capture.lines import here, raise_refusal, stopped_at, stops_in_debugger
 from millstream.capture.record.location import MISSING
 from millstream.capture.state.executed import others_may_write
@@ -101,7 +101,7 @@ class Questions:
     # likewise for an array: of a shape, dtype and device
     new_array: Callable[[Sequence[int], torch.dtype, torch.device], Tensor] | None = None
     # questions, inputs and draws, in the order of the program
-    steps: list[Ask | Read | Draw] = field(default_factory=list)
+    steps: list[Ask | GraphRead | Draw] = field(default_factory=list)
     num_before: int = 0  # numbers that come before those that are drawn: what was lifted, and sizes
     drawn: list[Any] = field(default_factory=list)  # random numbers, as they were drawn last
     inputs: list[Input] = field(default_factory=list)
@@ -174,7 +174,7 @@ class Questions:
 
     def _read(self, of: Expression, check: Callable[[Any], bool], tensor: Tensor) -> Tensor:
         self.inputs.append(Input(of, tensor))
-        self.add(Read(of, check))
+        self.add(GraphRead(of, check))
         return tensor
 
     def take(self, draw: Draw, value: Any) -> Nth:
@@ -195,7 +195,7 @@ class Questions:
         draws = self.draws
         return [draws[index - self.num_before] for index in sorted(indices_in(of)) if index >= self.num_before]
 
-    def add(self, step: Ask | Read | Draw) -> None:
+    def add(self, step: Ask | GraphRead | Draw) -> None:
         """Add what comes next in the program."""
         self.steps.append(step)
         self._compute = self._draw = None

@@ -34,7 +34,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from millstream._torch.backward import backward_watched
+from millstream._torch.backward_hooks import backward_watched
 from millstream._torch.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream._torch.compiler.dynamo import compile_lock
 from millstream._torch.devices.device_guard import keep_device_guard
@@ -54,11 +54,11 @@ from millstream._torch.tracing import (
 )
 from millstream._torch.unseen import exchanged
 from millstream._torch.workarounds import is_off
+from millstream.capture.effects.effect_recorder import EffectRecorder as EffectsRecorder
+from millstream.capture.effects.effect_recorder import text_changed
 from millstream.capture.effects.expressions import Ask, Nth, computes_the_same
-from millstream.capture.effects.outputs import outputs_recorded
-from millstream.capture.effects.program import COUNTING, Way
-from millstream.capture.effects.recorder import Recorder as EffectsRecorder
-from millstream.capture.effects.recorder import text_changed
+from millstream.capture.effects.host_effects import COUNTING, Way
+from millstream.capture.effects.printed import outputs_recorded
 from millstream.capture.lines import (
     caller_of,
     here,
@@ -68,18 +68,18 @@ from millstream.capture.lines import (
     stops_in_debugger,
     told,
 )
+from millstream.capture.record.instructions import why_not
 from millstream.capture.record.location import MISSING, Location
 from millstream.capture.record.natives import owner_of
 from millstream.capture.record.paths import items_of, location_of, path_of
 from millstream.capture.record.reads import Kind, Read, Write, is_a
+from millstream.capture.record.recorded_code import make_recorder, until_operators
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.record.scope import make_recorder, until_operators
-from millstream.capture.record.session import why_not
 from millstream.capture.state.code import compares_types
 from millstream.capture.state.contents import is_container, without_cache
 from millstream.capture.state.discover import is_unknown, lacks_cache
 from millstream.capture.state.executed import CodeWatch, others_may_write
-from millstream.capture.state.generators import GENERATORS
+from millstream.capture.state.host_generators import GENERATORS
 from millstream.capture.state.impure import PROFILER, STARTED, ImpureCalls
 from millstream.capture.state.lift import (
     check_apart,
@@ -89,7 +89,7 @@ from millstream.capture.state.lift import (
 )
 from millstream.capture.state.others import stand_for, stand_in_for
 from millstream.capture.state.relevant import counts
-from millstream.capture.state.snapshot import Snapshot, is_type_of_tracing
+from millstream.capture.state.snapshot import StateSnapshot, is_type_of_tracing
 from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.clocks import Clocks
 from millstream.capture.trace.draws import Draws, are_alike
@@ -97,9 +97,9 @@ from millstream.capture.trace.known_arrays import writes_array
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
 from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
-from millstream.capture.trace.patches.conversions import Conversions, can_be_seen
-from millstream.capture.trace.patches.data_parallel import TracedSession, reads_of_wrappers
+from millstream.capture.trace.patches.ddp import TracedSession, reads_of_wrappers
 from millstream.capture.trace.patches.finalizers import finalizers_apart
+from millstream.capture.trace.patches.number_conversions import Conversions, can_be_seen
 from millstream.capture.trace.patches.numbers import json_takes_scalars, math_takes_scalars
 from millstream.capture.trace.patches.optimizers import (
     SparedGradients,
@@ -125,11 +125,11 @@ from millstream.capture.trace.request import (
 from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_number, is_scalar
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.stand_ins import StandIns
-from millstream.capture.trace.switches import SwitchWatch
-from millstream.capture.trace.tensors import Leaving, writes_host
+from millstream.capture.trace.traced_switches import SwitchWatch
+from millstream.capture.trace.traced_tensors import Leaving, writes_host
 from millstream.capture.trace.twins import Twins, fake_of, real_of
 from millstream.capture.trace.unsupported import find_unsupported
-from millstream.capture.trace.ways import Ways, are_effects_alike, check_alike, join_effects, join_gradients
+from millstream.capture.trace.value_branches import Ways, are_effects_alike, check_alike, join_effects, join_gradients
 from millstream.errors import CaptureError, DataParallelError, without_frames
 from millstream.locks import TRACING, unknown_before
 from millstream.passes.cleanup import (
@@ -148,7 +148,7 @@ from millstream.room import with_room
 from millstream.signals import signals_wait
 from millstream.tree.containers import containers_in
 from millstream.tree.flatten import tree_flatten
-from millstream.tree.spec import Reference, Structure, Value, replace_numbers, tree_unflatten, walk
+from millstream.tree.spec import PlainValue, Reference, Structure, replace_numbers, tree_unflatten, walk
 
 _WANTED = (*GENERATORS, IOBase, Optimizer, GradScaler, BuiltinFunctionType, MethodType)
 """Classes of objects that are looked at before the step uses them, and of what may be their methods, or clocks."""
@@ -405,7 +405,7 @@ class _Tracer:
                 unchecked_distributions(),
                 traceable([optimizer for _, optimizer in request.found.optimizers]) as spared,
             ):
-                self.snapshot = Snapshot(request.found, self.record)
+                self.snapshot = StateSnapshot(request.found, self.record)
                 for number in request.numbers:
                     if number.is_users:
                         self.snapshot.note_number(number.location)
@@ -465,7 +465,7 @@ class _Tracer:
 
         def run_step() -> Any:
             numbers = (number.location.get() for number in self.request.numbers if number.is_argument)
-            places = (Reference(each) if is_scalar(each) else Value(type(each), each) for each in numbers)
+            places = (Reference(each) if is_scalar(each) else PlainValue(type(each), each) for each in numbers)
             structure = replace_numbers(self.request.structure, places)
             given = tree_unflatten(structure, self.request.arguments)
             args, kwargs = given

@@ -12,21 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SparseAdam
 
-from millstream._torch.distributed.data_parallel import data_parallel_wrappers, why_not_ours
+from millstream._torch.active_modes import modes_of_caller
 from millstream._torch.distributed.fully_sharded import (
     fully_sharded_modules,
     hooks_are_off,
     why_not_sharded_by_us,
 )
+from millstream._torch.distributed.wrappers import data_parallel_wrappers, why_not_ours
 from millstream._torch.hooks import (
     has_accumulation_hooks,
     has_backward_hooks,
     has_global_backward_hooks,
     has_tensor_hooks,
 )
-from millstream._torch.modes import modes_of_caller
 from millstream.capture.state.discover import Found
-from millstream.capture.trace.patches.data_parallel import uses_own_reducer
+from millstream.capture.trace.patches.ddp import uses_own_reducer
 from millstream.errors import CaptureError
 
 Unsupported: TypeAlias = tuple[Any, CaptureError]

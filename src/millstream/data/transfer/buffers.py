@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from millstream.data.transfer.layout import Layout, view_leaves
-from millstream.data.transfer.lending import Lend, prepare_lending
+from millstream.data.transfer.batch_layout import BatchLayout, view_leaves
+from millstream.data.transfer.lent_batches import Lend, prepare_lending
 from millstream.device import DeviceContext, Event, Stream, StreamMarker
 from millstream.errors import DeviceError
 
@@ -37,7 +37,7 @@ MOST_LOOKED_AT = 4
 """Pieces of memory of other streams that are looked at for each batch: more than come."""
 
 
-class Memory(NamedTuple):
+class BufferMemory(NamedTuple):
     """Memory of a buffer, and the stream that it was allocated for."""
 
     tensor: Tensor
@@ -45,7 +45,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Buffer:
+class BatchBuffer:
     """Memory on the device for one batch at a time.
 
     Attributes:
@@ -66,8 +66,8 @@ class Buffer:
     copied: Event
     released: Event
     ready: Event = field(init=False)
-    segments: list[Memory | None] = field(default_factory=list)
-    layout: Layout | None = None
+    segments: list[BufferMemory | None] = field(default_factory=list)
+    layout: BatchLayout | None = None
     memories: list[Tensor] = field(default_factory=list)
     lending: Sequence[Lend] = ()
     leaves: Sequence[Tensor] = ()
@@ -100,7 +100,7 @@ class BatchLease:
 
     __slots__ = ("buffer", "claims", "held", "kept", "num_left", "pool", "stream")
 
-    def __init__(self, pool: BufferPool, buffer: Buffer, numbers: Sequence[int]) -> None:
+    def __init__(self, pool: BufferPool, buffer: BatchBuffer, numbers: Sequence[int]) -> None:
         self.pool, self.buffer = pool, buffer
         self.stream: Stream | None = None
         self.claims: dict[int | None, bool] = dict.fromkeys(numbers, True)
@@ -130,7 +130,7 @@ class SegmentLease:
 
     __slots__ = ("__weakref__", "batch", "memory", "number")
 
-    def __init__(self, batch: BatchLease, number: int | None, memory: Memory) -> None:
+    def __init__(self, batch: BatchLease, number: int | None, memory: BufferMemory) -> None:
         self.number, self.memory = number, memory
         self.batch = batch
 
@@ -143,7 +143,7 @@ class SegmentLease:
 class _DeferredFree(NamedTuple):
     """Memory of another stream than the consumer's that was dropped; ``marker``: where the work with it ends."""
 
-    memory: Memory
+    memory: BufferMemory
     marker: StreamMarker
 
 
@@ -164,14 +164,18 @@ class BufferPool:
         self._context = context
         self._is_capturing = context.driver.is_capturing
         self.stream = stream  # for which memory is allocated
-        self.buffers = [Buffer(context.events.acquire(), context.events.acquire()) for _ in range(num_buffers)]
+        self.buffers = [BatchBuffer(context.events.acquire(), context.events.acquire()) for _ in range(num_buffers)]
         self._free = deque(self.buffers)
-        self._unseen: deque[Buffer] = deque()  # taken, and not handed out: nobody may ever drop what is made of them
+        self._unseen: deque[BatchBuffer] = (
+            deque()
+        )  # taken, and not handed out: nobody may ever drop what is made of them
         # In compiled code: an interrupt between taking and noting would lose a buffer.
         self._take = map(self._unseen.append, iter(self._free.popleft, object()))
         self._lent: deque[BatchLease] = deque()  # handed out and perhaps still held; the consumer's
         self._late: deque[Callable[[], None]] = deque()  # drops that met a capture
-        self._foreign: dict[int, tuple[weakref.ref[SegmentLease], Memory, BatchLease]] = {}  # of other streams, lent
+        self._foreign: dict[
+            int, tuple[weakref.ref[SegmentLease], BufferMemory, BatchLease]
+        ] = {}  # of other streams, lent
         self._deferred: deque[_DeferredFree] = deque()
         self._num_rested = 0  # of these, how many have waited for a batch
         self._is_idle = False  # whether it is between two passes
@@ -181,7 +185,7 @@ class BufferPool:
 
     # --- making a batch ----------------------------------------------------------------------------------------------
 
-    def take(self, layout: Layout | None = None) -> tuple[Buffer, list[Tensor] | None] | None:
+    def take(self, layout: BatchLayout | None = None) -> tuple[BatchBuffer, list[Tensor] | None] | None:
         """A buffer that is free; ``None`` when there is none.
 
         Args:
@@ -205,7 +209,7 @@ class BufferPool:
         """Whether ``fit`` has more to do than to look at a layout."""
         return bool(self._deferred) or self._is_idle
 
-    def give_back(self, buffer: Buffer) -> None:
+    def give_back(self, buffer: BatchBuffer) -> None:
         """Make a buffer free that the user has never seen: what was done with it was done on the copy stream."""
         with suppress(ValueError):  # there was nothing to lend, and so it is free
             self._unseen.remove(buffer)
@@ -213,7 +217,7 @@ class BufferPool:
             self._free.append(buffer)
             self.on_free()
 
-    def fit(self, buffer: Buffer, layout: Layout, copy_stream: Stream) -> list[Tensor]:
+    def fit(self, buffer: BatchBuffer, layout: BatchLayout, copy_stream: Stream) -> list[Tensor]:
         """Give the buffer memory for a layout. A writer waits for ``released`` first, if it ``was_lent``.
 
         Raises:
@@ -229,7 +233,7 @@ class BufferPool:
             buffer.lending = prepare_lending(layout, buffer.memories)
         return buffer.memories
 
-    def _allocate_for(self, buffer: Buffer, layout: Layout, copy_stream: Stream) -> None:
+    def _allocate_for(self, buffer: BatchBuffer, layout: BatchLayout, copy_stream: Stream) -> None:
         buffer.forget_layout()
         if buffer.was_lent:
             copy_stream.wait_event(buffer.released)  # WAR: kernels that read the last batch; its memory may go home now
@@ -244,15 +248,15 @@ class BufferPool:
         buffer.memories = [each.tensor for each in segments[: len(layout.segments)] if each is not None]
         buffer.layout = layout
 
-    def _allocate(self, num_bytes: int, copy_stream: Stream) -> Memory:
+    def _allocate(self, num_bytes: int, copy_stream: Stream) -> BufferMemory:
         home = self.stream
         with self._context.capture_lock, self._context.on(home):  # allocating ends captures of other threads
             memory = self._context.driver.allocate(num_bytes)
         # The memory may have been freed a moment ago by the host, while kernels on its stream still use it (WAR, WAW).
         self._context.events.order(home, copy_stream)
-        return Memory(memory, home)
+        return BufferMemory(memory, home)
 
-    def lend(self, buffer: Buffer, numbers: Sequence[int]) -> BatchLease:
+    def lend(self, buffer: BatchBuffer, numbers: Sequence[int]) -> BatchLease:
         """Lend some segments of a buffer. They bring it back when all of them are gone."""
         buffer.lease = lease = BatchLease(self, buffer, numbers)
         return lease
@@ -262,7 +266,7 @@ class BufferPool:
         held = lease.lease(number)
         return self._context.driver.lend(held.memory.tensor, held)
 
-    def lend_leaves(self, buffer: Buffer, layout: Layout) -> list[Tensor]:
+    def lend_leaves(self, buffer: BatchBuffer, layout: BatchLayout) -> list[Tensor]:
         """The leaves of a batch in a buffer that fits its layout; they bring it back when all of them are gone."""
         lease = self.lend(buffer, range(len(buffer.memories)))
         if not buffer.lending:
@@ -274,7 +278,7 @@ class BufferPool:
 
     def lend_other(self, lease: BatchLease, memory: Tensor, home: Stream) -> Tensor:
         """A tensor that lies in no buffer, but shall go back to its stream in order all the same."""
-        held = SegmentLease(lease, None, Memory(memory, home))
+        held = SegmentLease(lease, None, BufferMemory(memory, home))
         self._foreign[id(held)] = weakref.ref(held), held.memory, lease
         return self._context.driver.lend(memory, held)
 
@@ -361,7 +365,7 @@ class BufferPool:
         self._free.append(buffer)
         self.on_free()
 
-    def _defer(self, memory: Memory, stream: Stream) -> None:
+    def _defer(self, memory: BufferMemory, stream: Stream) -> None:
         """Let memory of another stream go home after the user's work with it, and when one more batch was made.
 
         Were its stream to wait at once, and this is the copy stream for all that a transform has made, the next copy

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.data.transfer.layout import extent_bytes, is_plain, narrow_repeats
+from millstream.data.transfer.batch_layout import extent_bytes, is_plain, narrow_repeats
 from millstream.tree.arrays import as_tensor
 from millstream.tree.batches import flatten_batch
 

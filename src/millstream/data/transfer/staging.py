@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.data.transfer.layout import Chunk, Layout, narrow_repeats, see_source, view_leaf
+from millstream.data.transfer.batch_layout import BatchLayout, Chunk, narrow_repeats, see_source, view_leaf
 from millstream.device import DeviceContext, Event, wait_until_reached
 from millstream.device.copying import Filling, filler
 
@@ -69,7 +69,7 @@ class StagingBuffer:
     left: bool = False  # or by one that the consumer is to enqueue
     turn: int = -1  # the number of that copy
     memory: Tensor | None = None
-    layout: Layout | None = None  # whose chunks it was opened for
+    layout: BatchLayout | None = None  # whose chunks it was opened for
     plans: dict[int, StagingPlan] = field(default_factory=dict)  # for these, by the chunks' identities
     plan: StagingPlan | None = None  # the present one
     filling: Filling | None = None
@@ -110,7 +110,7 @@ class StagingPool:
 
     def begin_fill(
         self,
-        layout: Layout,
+        layout: BatchLayout,
         chunk: Chunk,
         leaves: Sequence[Tensor],
         stopped: threading.Event,
@@ -185,7 +185,7 @@ class StagingPool:
                 if oldest.turn <= self._over:
                     break
 
-    def _open(self, buffer: StagingBuffer, layout: Layout, chunk: Chunk) -> StagingPlan:
+    def _open(self, buffer: StagingBuffer, layout: BatchLayout, chunk: Chunk) -> StagingPlan:
         """Use the buffer for a chunk, as before or for the first time."""
         if buffer.layout is not layout:
             buffer.plans, buffer.plan = {}, None
@@ -197,7 +197,7 @@ class StagingPool:
         buffer.plan = found
         return found
 
-    def _prepare(self, buffer: StagingBuffer, layout: Layout, chunk: Chunk) -> StagingPlan:
+    def _prepare(self, buffer: StagingBuffer, layout: BatchLayout, chunk: Chunk) -> StagingPlan:
         """Make views of the buffer's memory for a chunk, and replace the memory if it is too small."""
         num_bytes = chunk.num_bytes
         if buffer.memory is None or buffer.memory.numel() < num_bytes:
@@ -243,7 +243,7 @@ class StagingPool:
         self._buffers.clear()
 
 
-def _see_piece(memory: Tensor, layout: Layout, number: int) -> Tensor:
+def _see_piece(memory: Tensor, layout: BatchLayout, number: int) -> Tensor:
     """Where a source lies in memory for a whole batch, seen as what it is."""
     i, num_bytes = layout.sources[number]
     segment, first = layout.position[i]
@@ -253,13 +253,13 @@ def _see_piece(memory: Tensor, layout: Layout, number: int) -> Tensor:
     return narrow_repeats(view_leaf(memory, first, layout.specs[i]))
 
 
-def _see_whole(layout: Layout, leaves: Sequence[Tensor], number: int) -> Tensor:
+def _see_whole(layout: BatchLayout, leaves: Sequence[Tensor], number: int) -> Tensor:
     """A source as ``_see_piece`` sees its place."""
     i, num_bytes = layout.sources[number]
     return see_source(leaves[i], num_bytes) if i in layout.shared else narrow_repeats(leaves[i])
 
 
-def are_bytes(layout: Layout, leaves: Sequence[Tensor]) -> bool:
+def are_bytes(layout: BatchLayout, leaves: Sequence[Tensor]) -> bool:
     """Whether all of a layout's sources can be copied as the bytes that they are, and there is code that does."""
     if filler() is None:
         return False

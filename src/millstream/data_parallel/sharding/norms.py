@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millstream._torch.distributed.collectives import EXCHANGE
-from millstream.data_parallel.agreement import Agreement, Comparison
+from millstream.data_parallel.agreement import Agreement, PeriodicComparison
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.exchange import Exchange, greatest_over, sum_over
 from millstream.errors import ArgumentError
@@ -25,7 +25,7 @@ class Norms:
         agreement: As of ``Exchange``.
     """
 
-    def __init__(self, name: str, group: dist.ProcessGroup, agreement: Agreement | Comparison | None) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup, agreement: Agreement | PeriodicComparison | None) -> None:
         self._name, self._group, self._agreement = name, group, agreement
         self._exchanges: dict[tuple[bool, int], Exchange] = {}
 

@@ -28,7 +28,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from millstream._torch.distributed.collectives import all_gather, timeout_of
 from millstream._torch.distributed.fully_sharded import is_shard, whole_of
 from millstream.data_parallel.sharding.pieces import Piece
-from millstream.data_parallel.sharding.reducer import ShardedReducer, flat, shaped
+from millstream.data_parallel.sharding.sharded_reducer import ShardedReducer, flat, shaped
 from millstream.errors import ArgumentError, DataParallelError
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad)

@@ -51,8 +51,8 @@ from millstream._torch.tensors import FakeTensor, storage_id
 from millstream.data_parallel.agreement import agreement_of
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.exchange import Exchange, Sent, gather_over, scatter_over
-from millstream.data_parallel.sharding.layout import Layout, lay_out
 from millstream.data_parallel.sharding.norms import Norms
+from millstream.data_parallel.sharding.shard_layout import Layout, lay_out
 from millstream.errors import DataParallelError
 
 

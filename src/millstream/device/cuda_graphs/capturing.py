@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from millstream._torch.devices.generators import Aside, aside
-from millstream._torch.devices.streams import RunOn, stop_recording
+from millstream._torch.devices.capture_generators import NoExchange, aside
+from millstream._torch.devices.raw_streams import RunOn, stop_recording
 from millstream.device.context import DeviceContext
-from millstream.device.drivers.base import GraphPool
 from millstream.device.drivers.cuda import capture_nothing
+from millstream.device.drivers.driver import GraphPool
 from millstream.device.guard import guard
 
 
@@ -63,7 +63,7 @@ def capture(context: DeviceContext, graph: torch.cuda.CUDAGraph, pool: GraphPool
         context.events.order(stream, caller)
 
 
-def _clean_up(context: DeviceContext, randomness: Aside) -> None:
+def _clean_up(context: DeviceContext, randomness: NoExchange) -> None:
     """At once after a capture that failed: the next kernel of the same run may draw random numbers.
 
     A device that works no more is reported where it is used next, in addition to the first error.

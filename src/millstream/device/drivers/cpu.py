@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.device.drivers.base import Copies, GraphPool, make_copies
+from millstream.device.drivers.driver import Copies, GraphPool, make_copies
 from millstream.device.drivers.lending import lend_host
 from millstream.device.handles import Event, NullEvent, NullStream, Stream
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream._torch.devices.generators import aside
-from millstream._torch.devices.streams import (
+from millstream._torch.devices.capture_generators import aside
+from millstream._torch.devices.raw_streams import (
     RunOn,
     current_device,
     current_stream_handle,
@@ -27,7 +27,7 @@ from millstream._torch.devices.streams import (
 )
 from millstream._torch.tensors import mark_use
 from millstream.device.copying import enqueuer, with_pointer
-from millstream.device.drivers.base import Copies, GraphPool, make_copies
+from millstream.device.drivers.driver import Copies, GraphPool, make_copies
 from millstream.device.drivers.lending import lend, see_alike, whole_storage
 from millstream.device.guard import guard
 from millstream.device.handles import Event, Stream

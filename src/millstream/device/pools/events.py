@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from millstream.device.handles import Event, Stream
-from millstream.device.pools.lifetime import Lifetime
+from millstream.device.pools.lifetime import ContextLifetime
 from millstream.errors import DeviceError
 
 
@@ -18,7 +18,7 @@ class EventPool:
         lifetime: Of the context.
     """
 
-    def __init__(self, make: Callable[..., Event], lifetime: Lifetime) -> None:
+    def __init__(self, make: Callable[..., Event], lifetime: ContextLifetime) -> None:
         self._make = make
         self._lifetime = lifetime
         # Deques without a lock: append and pop are atomic, so a finalizer can give events back at any moment, even

@@ -9,7 +9,7 @@ from millstream.errors import DeviceError
 from millstream.locks import ForkSafeLock
 
 
-class Lifetime:
+class ContextLifetime:
     """Shared by a context and its pools.
 
     Attributes:

@@ -23,7 +23,7 @@ from millstream.cost import Costs, KernelCost, Roofline
 from millstream.engine.arena import bind_arena
 from millstream.engine.cpu.threads_native import Runner
 from millstream.engine.cpu.worker_pool import intra_op_threads
-from millstream.engine.source import compile_plan
+from millstream.engine.plan_source import compile_plan
 from millstream.engine.unchanged import unchanged
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered
@@ -98,7 +98,7 @@ class CpuPlanner:
         if any(each.is_promising(candidate_plans[0], ON_CPU) for each in candidate_plans[1:]):
             with intra_op_threads(share):
                 candidate_plans = self._propose(measure_kernels(self._lowered.program, self._serial, inputs))
-        trial = Trial(self._lowered, inputs, serial, prepare, share)
+        trial = CpuTrial(self._lowered, inputs, serial, prepare, share)
         best, self.candidates = choose(candidate_plans, trial, inf, ON_CPU)
         if best is candidate_plans[0]:
             self.costs = serial_costs  # not those of kernels with a part of the threads, which run no more
@@ -140,7 +140,7 @@ def measure_kernels(program: Program, serial: Plan, inputs: Sequence[Any]) -> Me
 
 
 @dataclass(frozen=True)
-class Trial:
+class CpuTrial:
     """Times a plan in turn with the serial one, or with another that is there to compare with.
 
     Attributes:

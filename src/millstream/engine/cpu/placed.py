@@ -24,12 +24,12 @@ import torch
 from millstream._torch.tensors import real_tensors
 from millstream.cost import Costs, KernelCost, Link, Rate, Roofline
 from millstream.engine.arena import bind_arenas
-from millstream.engine.cpu.cpu_choice import Trial, measure_kernels
+from millstream.engine.cpu.cpu_choice import CpuTrial, measure_kernels
 from millstream.engine.cpu.placed_program import find_constraints, place_program
 from millstream.engine.cpu.threads_native import Runner, compile_threads
 from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
 from millstream.engine.engine import Engine
-from millstream.engine.serial import SerialEngine
+from millstream.engine.serial_engine import SerialEngine
 from millstream.errors import ArgumentError, PlanError
 from millstream.graph import CHOSEN, Candidate, Plan
 from millstream.locks import ForkSafeLock
@@ -91,7 +91,7 @@ class PlacedEngine(Engine):
         self._machine = functools.partial(Machine, tuple(devices), streams=num_streams, memory_bytes=memory_bytes)
         self._num_threads = max(most // (len(devices) * num_streams), 1)
         self._first = None if one else self._place(Roofline().estimate(lowered.program.graph))
-        self._chosen: _Threads | SerialEngine | None = None
+        self._chosen: _PlacedThreads | SerialEngine | None = None
         self._costs: Costs | None = None
         self._settled = self._is_planning = False
         self._planning = ForkSafeLock()
@@ -162,7 +162,7 @@ class PlacedEngine(Engine):
         if self._asked:
             self._candidates = first.describe("not asked for"), candidate.describe(CHOSEN)
         else:
-            trial = Trial(self.lowered, inputs, one, lambda plan, share: made, self._num_threads)
+            trial = CpuTrial(self.lowered, inputs, one, lambda plan, share: made, self._num_threads)
             best, self._candidates = choose([first, candidate], trial, inf, ON_CPU)
             if best is first:
                 return
@@ -172,15 +172,15 @@ class PlacedEngine(Engine):
         program = self.lowered.program
         return place(program.graph, costs, self._machine(link=cpu_link()), find_constraints(program))
 
-    def _make(self, placed: PlacedPlan) -> _Threads | SerialEngine:
+    def _make(self, placed: PlacedPlan) -> _PlacedThreads | SerialEngine:
         check_streams(placed.plan)
         lowered = replace(self.lowered, program=place_program(self.lowered.program, placed.placement))
         serial = SerialEngine(lowered, plan_serial(placed.graph))
         if self._asked == "serial":
             return serial
-        return _Threads(lowered.program, placed.plan, self._num_threads, self.one or serial)
+        return _PlacedThreads(lowered.program, placed.plan, self._num_threads, self.one or serial)
 
-    def _choose(self, made: _Threads | SerialEngine, costs: Costs) -> None:
+    def _choose(self, made: _PlacedThreads | SerialEngine, costs: Costs) -> None:
         self.plan, self.name, self._costs, self._chosen = made.plan, self._asked or "threads", costs, made
 
     def _find_costs(self, one: Engine, inputs: Sequence[Any]) -> Costs:
@@ -193,7 +193,7 @@ class PlacedEngine(Engine):
         return replace(Roofline().estimate(graph), kernels=tuple(KernelCost(ns or 0) for ns in meter.least_ns))
 
 
-class _Threads:
+class _PlacedThreads:
     """Runs a placed plan on threads; a call that finds them busy goes to another engine.
 
     Attributes:

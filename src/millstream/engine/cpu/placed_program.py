@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from millstream._torch.operators import is_users
+from millstream._torch.dispatcher import is_users
 from millstream.graph import Role
 from millstream.placement import Constraints, Placement
-from millstream.program import WHOLE, Call, Layout, Program, Value, View
+from millstream.program import WHOLE, KernelCall, Program, TensorLayout, Value, View
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -71,7 +71,7 @@ class _Placing:
             tensors=tensors,
         )
 
-    def _call(self, kernel: int, origin: int) -> Call:
+    def _call(self, kernel: int, origin: int) -> KernelCall:
         """What the kernel called, on the buffers that it has now."""
         old, new = self.program.graph.kernels[origin], self.placement.graph.kernels[kernel]
         pairs = zip((*old.reads, *old.writes), (*new.reads, *new.writes), strict=True)
@@ -98,7 +98,7 @@ class _Placing:
         self.views[made] = replace(view, base=names[base])
         return made
 
-    def _copy(self, source: str, target: str) -> Call:
+    def _copy(self, source: str, target: str) -> KernelCall:
         """All elements between the first and the last, whatever their strides."""
         storage = self.placement.copy_of.get(target, target)
         spanned = _spanned(self.program.tensors[storage])
@@ -106,10 +106,10 @@ class _Placing:
         for name in (target, source):
             self.views[f"flat:{name}"] = View(name, (spanned,), (1,), 0)
             flat.append(Value(f"flat:{name}"))
-        return Call(_COPY, tuple(flat), {})
+        return KernelCall(_COPY, tuple(flat), {})
 
 
-def _spanned(layout: Layout) -> int:
+def _spanned(layout: TensorLayout) -> int:
     """Elements from the first to the last."""
     if 0 in layout.size:
         return 0

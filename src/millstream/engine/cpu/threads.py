@@ -21,8 +21,8 @@ from millstream.engine.cpu.cpu_choice import MEASURED_CALLS, CpuPlanner
 from millstream.engine.cpu.threads_native import Runner, compile_threads
 from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
 from millstream.engine.engine import Engine
-from millstream.engine.serial import SerialEngine
-from millstream.engine.source import Run, compile_plan
+from millstream.engine.plan_source import CompiledPlan, compile_plan
+from millstream.engine.serial_engine import SerialEngine
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered
 from millstream.schedule import Scheduling, assign_offsets
@@ -129,7 +129,7 @@ class ThreadsEngine(Engine):
         with intra_op_threads(self._num_threads):
             return self._serial(inputs)
 
-    def _prepare_measuring(self) -> Run:
+    def _prepare_measuring(self) -> CompiledPlan:
         bound = bind_arena(self.lowered.program, assign_offsets(self.plan))
         return compile_plan(self.lowered.program, self.plan, bound, observe=self._planner.meter.observe)
 

@@ -28,7 +28,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from millstream._torch.operators import is_users
+from millstream._torch.dispatcher import is_users
 from millstream._torch.tensors import (
     ALIGNMENT_BYTES,
     copy_elements,
@@ -37,11 +37,11 @@ from millstream._torch.tensors import (
     realign,
 )
 from millstream.engine.cpu.worker_pool import Library, WorkerPool, library
+from millstream.engine.plan_source import callee
 from millstream.engine.promises import Promise, fit, promised
-from millstream.engine.source import callee
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Kernel, Launch, Plan, Record, Wait
-from millstream.program import Call, Program, Value
+from millstream.program import KernelCall, Program, Value
 
 Runner = Callable[[list[Any]], list[Any]]
 
@@ -61,10 +61,10 @@ def compile_threads(
     Raises:
         InternalError: There is no compiled code to run it.
     """
-    return _Threads(program, plan, {**program.constants, **bound}, worker_pool, num_threads)
+    return _NativePlan(program, plan, {**program.constants, **bound}, worker_pool, num_threads)
 
 
-class _Threads:
+class _NativePlan:
     """A compiled plan."""
 
     def __init__(
@@ -73,7 +73,7 @@ class _Threads:
         self._library, self._program, self._num_threads = library(), program, num_threads
         self._outputs = program.outputs
         self._workers = worker_pool.workers(plan.num_streams - 1)
-        builder = _Builder(program, plan, bound, self._library)
+        builder = _StepsBuilder(program, plan, bound, self._library)
         builder.add_steps()
         self._values = builder.values
         self._plan = self._values.plan
@@ -125,7 +125,7 @@ class _Threads:
         raise error
 
 
-class _Values:
+class _RegisterValues:
     """What Python knows of the registers; and the steps that it does."""
 
     plan: ctypes.c_void_p
@@ -170,11 +170,11 @@ class _Values:
         return from_handle(self._library.get(self.plan, self.registers[name]))
 
 
-class _Builder:
+class _StepsBuilder:
     """Gives compiled code its steps."""
 
     def __init__(self, program: Program, plan: Plan, bound: dict[str, torch.Tensor], library: Library) -> None:
-        self.values = _Values(program, bound, library)
+        self.values = _RegisterValues(program, bound, library)
         self._program, self._steps, self._library = program, plan.steps, library
         recorded = {step.event: step.stream for step in plan.steps if isinstance(step, Record)}
         self._recorder = recorded
@@ -303,7 +303,7 @@ class _Builder:
         return registers[name]
 
 
-def operator_of(call: Call, kernel: Kernel) -> OpOverload | None:
+def operator_of(call: KernelCall, kernel: Kernel) -> OpOverload | None:
     """The operator that a call comes to in the end; ``None`` for what is none."""
     if isinstance(call.target, BuiltinFunctionType):  # torch's own binding of it
         namespace, packet, overload = kernel.name.split(".")
@@ -311,7 +311,7 @@ def operator_of(call: Call, kernel: Kernel) -> OpOverload | None:
     return call.target if isinstance(call.target, OpOverload) else None
 
 
-def arguments_by_schema(operator: OpOverload, call: Call) -> list[Any] | None:
+def arguments_by_schema(operator: OpOverload, call: KernelCall) -> list[Any] | None:
     """All arguments in order, with the values of those that were left out; ``None`` where one is missing."""
     given = dict(call.kwargs)
     arguments = list(call.args)

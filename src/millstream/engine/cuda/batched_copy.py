@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from millstream._torch.devices.streams import current_stream_handle
-from millstream.device.copying import Copies, enqueuer
+from millstream._torch.devices.raw_streams import current_stream_handle
+from millstream.device.copying import FixedCopies, enqueuer
 
 
 class Forms:
@@ -42,7 +42,7 @@ class BatchedCopy:
         copies: For their bytes.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], copies: Copies) -> None:
+    def __init__(self, tensors: Sequence[Tensor], copies: FixedCopies) -> None:
         self._index = tensors[0].get_device()
         self._copies = copies
         self._forms = Forms(tensors)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch.devices.streams import current_stream_handle
+from millstream._torch.devices.raw_streams import current_stream_handle
 from millstream._torch.tensors import (
     allocator,
     copy_elements,
@@ -21,17 +21,17 @@ from millstream.device import DeviceContext
 from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.cuda_graphs.spread import spread_kernels
 from millstream.device.cuda_graphs.workspaces import take_workspaces
-from millstream.device.drivers.base import GraphPool
+from millstream.device.drivers.driver import GraphPool
 from millstream.engine.arena import Arena, User, bind_arena, bind_buffers, lay_out, view_memory
 from millstream.engine.cuda.batched_copy import make_batched_copy
 from millstream.engine.cuda.graph_io import GraphIO, make_graph_io
-from millstream.engine.source import compile_plan
+from millstream.engine.plan_source import compile_plan
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
-from millstream.program import Layout, Value
+from millstream.program import TensorLayout, Value
 
 
-class Family:
+class ProgramPair:
     """What the forward and the backward program of one model tell each other."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Captured:
         inputs: Sequence[Any],
         *,
         context: DeviceContext,
-        family: Family,
+        family: ProgramPair,
         copied: frozenset[int],
         fixed_state: bool,
         pool: GraphPool | None,
@@ -142,7 +142,7 @@ class Captured:
     def _take(self, arena: Arena, user: User, moving: Sequence[int], memory: list[Any]) -> dict[str, torch.Tensor]:
         """Put slots for the inputs at some positions into the arena, and the plan's buffers, which are returned."""
         program, device = self._program, self._context.torch_device
-        layouts = [Layout(tuple(t.shape), t.stride(), t.dtype, device) for t in map(memory.__getitem__, moving)]
+        layouts = [TensorLayout(tuple(t.shape), t.stride(), t.dtype, device) for t in map(memory.__getitem__, moving)]
         sizes = [spanned_bytes(memory[position]) for position in moving]
         space = lay_out(program, self._plan, sizes)
         whole = arena.take(space.num_bytes, device, user)

@@ -16,8 +16,8 @@ of these addresses the plan is captured once more, to read them there (``replaye
 
 **Forward and backward.** What a forward pass saves for its backward pass is not cloned: it stays in the graph's memory
 until the backward pass has used it. A forward call that comes while an earlier one still waits for its backward pass
-must not overwrite it; it runs on the serial engine in fresh memory, and so does its backward pass. ``Family`` keeps the
-two informed.
+must not overwrite it; it runs on the serial engine in fresh memory, and so does its backward pass. ``ProgramPair``
+keeps the two informed.
 
 **PyTorch's switches.** A graph goes on under those that it was captured with. Whoever has it run for others builds
 another one; but a backward pass may find a switch that was changed after its forward pass, and another thread may
@@ -37,21 +37,21 @@ from typing import Any
 
 import torch
 
-from millstream._torch.devices.streams import current_stream_handle
+from millstream._torch.devices.raw_streams import current_stream_handle
 from millstream._torch.switches import present
 from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair
-from millstream.device.drivers.base import GraphPool
+from millstream.device.drivers.driver import GraphPool
 from millstream.engine.arena import Arena
 from millstream.engine.cuda import graph_io
-from millstream.engine.cuda.captured import Captured, Family
+from millstream.engine.cuda.captured import Captured, ProgramPair
 from millstream.engine.cuda.replayer import Replayer, bytes_in_place
 from millstream.engine.engine import Engine
 from millstream.engine.planning.background import Background
 from millstream.engine.planning.planner import Planner
 from millstream.engine.planning.trial import Trials
-from millstream.engine.serial import SerialEngine
+from millstream.engine.serial_engine import SerialEngine
 from millstream.engine.unchanged import replays_unchanged, unchanged
 from millstream.errors import DeviceError, InternalError, PlanError
 from millstream.graph import Candidate, Plan
@@ -94,7 +94,7 @@ class CudaGraphEngine(Engine):
         plan: Plan,
         *,
         copy_outputs: bool,
-        family: Family,
+        family: ProgramPair,
         scheduling: Scheduling,
         chosen: Plan | None = None,
         arena: Arena | None = None,

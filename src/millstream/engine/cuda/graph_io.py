@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from millstream._torch.devices.streams import current_stream_handle
+from millstream._torch.devices.raw_streams import current_stream_handle
 from millstream._torch.tensors import place_of_implementation
 from millstream.device.cuda_graphs.memcpy_nodes import GraphCopy, MemcpyLibrary, MemcpyNodes, memcpy_library
 from millstream.device.tensor_specs import TensorSpecs

@@ -105,7 +105,7 @@ class InPlaceCache(Generic[Graph]):
             table.clear()
 
 
-class Comparison:
+class CopyTrial:
     """Tells from the times of calls whether copies are worth avoiding, and then whether that has made calls faster.
 
     The times are those of calls that are made anyway: nothing runs twice, and the host waits for nothing. Calls that

@@ -23,7 +23,7 @@ import torch
 from millstream._torch.tensors import storage_view
 from millstream.device import DeviceContext, Event
 from millstream.engine.cuda import in_place
-from millstream.engine.cuda.in_place import LEAST_BYTES, SAMPLES, Addresses, Comparison, InPlaceCache
+from millstream.engine.cuda.in_place import LEAST_BYTES, SAMPLES, Addresses, CopyTrial, InPlaceCache
 from millstream.graph import Role
 from millstream.lower import Lowered, Phase
 
@@ -57,7 +57,7 @@ class Replay(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TimedCall:
     """A call whose end the device has perhaps not reached yet: events before and after the copies, and at the end."""
 
     start: Event
@@ -87,8 +87,8 @@ class Replayer:
     ) -> None:
         self._base, self._context, self._on_failure = base, context, on_failure
         self._in_place: InPlaceCache[Replay] | None = InPlaceCache(num_bytes)  # None once it is settled that calls copy
-        self._comparison = None if in_place.FORCED else Comparison()  # None once anything is settled
-        self._timed: deque[Timed] = deque()
+        self._comparison = None if in_place.FORCED else CopyTrial()  # None once anything is settled
+        self._timed: deque[TimedCall] = deque()
 
     @property
     def num_graphs(self) -> int:
@@ -140,7 +140,7 @@ class Replayer:
         copied.record(stream)
         replay.replay()
         end.record(stream)
-        self._timed.append(Timed(start, copied, end, replay is not self._base))
+        self._timed.append(TimedCall(start, copied, end, replay is not self._base))
         return replay.finish(inputs, outputs)
 
     def _read_times(self) -> None:
@@ -170,7 +170,7 @@ class Replayer:
         while self._timed:
             self._release(self._timed.popleft())
 
-    def _release(self, timed: Timed) -> None:
+    def _release(self, timed: TimedCall) -> None:
         for event in (timed.start, timed.copied, timed.end):
             self._context.events.release(event)
 

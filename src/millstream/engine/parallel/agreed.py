@@ -24,10 +24,10 @@ from millstream.data_parallel.board import NotTogetherError
 from millstream.data_parallel.communicators import communicators_of
 from millstream.data_parallel.hyperparameters import NOT_KNOWN, Hyperparameters
 from millstream.device import context
-from millstream.engine.build import with_environment
+from millstream.engine.assembly import with_environment
 from millstream.engine.by_size import BySize
 from millstream.engine.engine import Engine
-from millstream.engine.parallel.communicators import choose_communicator
+from millstream.engine.parallel.communicator_trial import choose_communicator
 from millstream.engine.parallel.described import Described, describe
 from millstream.engine.parallel.lockstep import time_steps, together
 from millstream.engine.parallel.segmented import SegmentedEngine
@@ -39,7 +39,7 @@ from millstream.engine.parallel.whole import (
     digest_of,
     merge_lowered,
 )
-from millstream.engine.traced import trace_host, trace_replays
+from millstream.engine.traced_run import trace_host, trace_replays
 from millstream.engine.unchanged import unchanged
 from millstream.errors import LoweringError
 from millstream.graph import Timeline

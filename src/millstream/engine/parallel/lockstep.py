@@ -27,7 +27,7 @@ from millstream.engine.planning.trial import Trials, Way, compare
 from millstream.graph import KernelGraph, KernelKind
 from millstream.program import Program
 from millstream.schedule import Scheduling, peak_bytes
-from millstream.schedule.choose import CandidatePlan, Found, Recipe, from_json, plan_by, propose
+from millstream.schedule.choose import CandidatePlan, Found, PlanRecipe, from_json, plan_by, propose
 
 WHAT = "capture a step with its collectives"
 """What others are waited for to do."""
@@ -106,11 +106,11 @@ def propose_together(
     """
     own = together(agreement, lambda: propose(graph, costs, scheduling))
     told = pickle.dumps([(each.recipe, each.predicted_ns) for each in own])
-    recipes: list[tuple[Recipe | None, int]] = pickle.loads(agreement.board.share(told, WHAT))  # noqa: S301  our own
+    recipes: list[tuple[PlanRecipe | None, int]] = pickle.loads(agreement.board.share(told, WHAT))  # noqa: S301  our own
     budget = scheduling.budget_bytes(own[0].plan)
     made = {each.recipe: each.plan for each in own}
 
-    def follow(recipe: Recipe | None, predicted_ns: int) -> CandidatePlan:
+    def follow(recipe: PlanRecipe | None, predicted_ns: int) -> CandidatePlan:
         plan = made[recipe] if recipe is None or recipe in made else plan_by(recipe, graph, costs, budget)
         return CandidatePlan(plan, peak_bytes(plan), predicted_ns, recipe)
 

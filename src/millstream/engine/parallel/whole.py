@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch.devices.streams import current_stream_handle
+from millstream._torch.devices.raw_streams import current_stream_handle
 from millstream._torch.distributed.shutdown import release_before_shutdown
 from millstream._torch.switches import SwitchSettings
 from millstream.check import check_plan
@@ -22,9 +22,9 @@ from millstream.data_parallel.communicators import Communicator, communicators_o
 from millstream.data_parallel.exchange import Exchange
 from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair
-from millstream.engine.cuda.captured import Captured, Family
+from millstream.engine.cuda.captured import Captured, ProgramPair
 from millstream.engine.engine import Engine
-from millstream.engine.parallel.communicators import Settled, choose_communicator
+from millstream.engine.parallel.communicator_trial import Settled, choose_communicator
 from millstream.engine.parallel.lockstep import (
     LockstepTrials,
     measure_collectives,
@@ -34,7 +34,7 @@ from millstream.engine.parallel.lockstep import (
 )
 from millstream.engine.parallel.watchdog import Watchdog, watchdog_of
 from millstream.engine.planning.store import Store, choice_key
-from millstream.engine.serial import SerialEngine
+from millstream.engine.serial_engine import SerialEngine
 from millstream.engine.unchanged import replays_unchanged
 from millstream.graph import Candidate, KernelKind, Plan
 from millstream.lower import Lowered, Phase
@@ -145,7 +145,7 @@ class WholeGraph(Engine):
             plan,
             inputs,
             context=self._context,
-            family=Family(),
+            family=ProgramPair(),
             copied=copied,
             fixed_state=True,
             pool=None,
@@ -305,7 +305,9 @@ def _capture(
     lowered: Lowered, plan: Plan, inputs: Sequence[Any], place: DeviceContext, copied: frozenset[int]
 ) -> Captured:
     """Capture it in memory of its own, to be tried."""
-    return Captured(lowered, plan, inputs, context=place, family=Family(), copied=copied, fixed_state=True, pool=None)
+    return Captured(
+        lowered, plan, inputs, context=place, family=ProgramPair(), copied=copied, fixed_state=True, pool=None
+    )
 
 
 def exchanges_of(lowered: Lowered) -> list[Exchange]:

@@ -10,10 +10,10 @@ from typing import Any
 from millstream.check import check_plan
 from millstream.cost import Costs, CostTable, KernelCost, MeasuredCosts, Roofline
 from millstream.device import DeviceContext, guard
+from millstream.engine.plan_source import compile_plan
 from millstream.engine.planning.measure import CostMeter, to_measure
 from millstream.engine.planning.store import Store, choice_key
 from millstream.engine.planning.trial import Trials
-from millstream.engine.source import compile_plan
 from millstream.graph import Candidate, Plan
 from millstream.locks import ForkSafeLock
 from millstream.lower import Lowered

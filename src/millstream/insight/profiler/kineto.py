@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millstream.insight.causes import Cause
-from millstream.insight.records import Activity, ActivityKind, Launch, Span, StreamWait
+from millstream.insight.records import Activity, ActivityKind, HostSpan, LaunchCall, StreamWait
 
 _ACTIVITIES = {
     "kernel": ActivityKind.KERNEL,
@@ -42,8 +42,8 @@ class DeviceTrace:
     """The device's side of some steps, and the driver calls behind it."""
 
     activities: tuple[Activity, ...]
-    launches: tuple[Launch, ...]
-    spans: tuple[Span, ...]
+    launches: tuple[LaunchCall, ...]
+    spans: tuple[HostSpan, ...]
     waits: tuple[StreamWait, ...]
 
     def shifted(self, by_ns: int) -> DeviceTrace:
@@ -78,10 +78,10 @@ def read_trace(trace: Mapping[str, Any]) -> DeviceTrace:
         if category in _ACTIVITIES:
             activities.append(_activity(start, end, name, category, arguments))
         elif category in _CALLS:
-            calls.append(Launch(int(arguments.get("correlation", 0)), int(event.get("tid", 0)), start, end, name))
+            calls.append(LaunchCall(int(arguments.get("correlation", 0)), int(event.get("tid", 0)), start, end, name))
         elif category == "overhead":
             cause = _OVERHEADS.get(name, Cause.PROFILER)
-            spans.append(Span(int(event.get("tid", 0)), start, end, cause, (), name))
+            spans.append(HostSpan(int(event.get("tid", 0)), start, end, cause, (), name))
         elif category == "cuda_sync" and "Stream Wait" in name and "wait_on_stream" in arguments:
             stream = int(arguments.get("stream", 0))
             waits.append(StreamWait(start, stream, int(arguments["wait_on_stream"])))
@@ -123,15 +123,15 @@ def _activity(start: int, end: int, name: str, category: str, arguments: Mapping
     )
 
 
-def _span_of(call: Launch, pageable: set[int | None]) -> Span | None:
+def _span_of(call: LaunchCall, pageable: set[int | None]) -> HostSpan | None:
     """What a driver call is to a device that idles meanwhile; ``None`` where it only launches."""
     name = call.name
     if any(part in name for part in _BLOCKING):
-        return Span(call.thread, call.start_ns, call.end_ns, Cause.SYNC, (), name)
+        return HostSpan(call.thread, call.start_ns, call.end_ns, Cause.SYNC, (), name)
     if any(part in name for part in _LOADING):
-        return Span(call.thread, call.start_ns, call.end_ns, Cause.COMPILE, (), name)
+        return HostSpan(call.thread, call.start_ns, call.end_ns, Cause.COMPILE, (), name)
     if any(part in name for part in _ALLOCATING) and "Async" not in name:
-        return Span(call.thread, call.start_ns, call.end_ns, Cause.ALLOCATOR, (), name)
+        return HostSpan(call.thread, call.start_ns, call.end_ns, Cause.ALLOCATOR, (), name)
     if "Memcpy" in name and ("Async" not in name or call.number in pageable):
-        return Span(call.thread, call.start_ns, call.end_ns, Cause.SYNC, (), name)
+        return HostSpan(call.thread, call.start_ns, call.end_ns, Cause.SYNC, (), name)
     return None

@@ -25,7 +25,7 @@ from millstream.kernels.conv2d.conv2d_tiles import (
     num_pixels,
 )
 from millstream.kernels.family import Grouping
-from millstream.kernels.launches import Launch, dependent_launch_options, pointers
+from millstream.kernels.launches import TritonLaunch, dependent_launch_options, pointers
 from millstream.kernels.nodes import ALIGNED_CHANNELS
 
 KEPT_AT_ONCE = 2  # of the channels that are wanted of a result there are a multiple of so many
@@ -133,7 +133,7 @@ def reduce_2d_partials(partials: torch.Tensor, *rests: Sequence[Any]) -> None:
     launch_reduction(partials, [Rest(*each) for each in rests]).run()
 
 
-def launches_of_conv2d(convolutions: Sequence[Conv2d]) -> list[Launch]:
+def launches_of_conv2d(convolutions: Sequence[Conv2d]) -> list[TritonLaunch]:
     """All that is launched to compute convolutions of one kind at once, for partial sums that are not there yet."""
     shape = partials_shape(convolutions)
     if shape is None:
@@ -161,7 +161,7 @@ def launch_partials(
     padding: list[int],
     factors: Sequence[Sequence[torch.Tensor]],
     partials: torch.Tensor,
-) -> Launch:
+) -> TritonLaunch:
     """How to compute partial sums, those of each split like a result of this size."""
     shape = (size[0], *size[2:], size[1])
     firsts = [partial.view(shape).movedim(-1, 1) for partial in partials[:, 0]]
@@ -172,7 +172,7 @@ def launch_partials(
     return launch_conv2d(convolutions, partials.shape[1])
 
 
-def launch_conv2d(convolutions: Sequence[Conv2d], num_splits: int = 1) -> Launch:
+def launch_conv2d(convolutions: Sequence[Conv2d], num_splits: int = 1) -> TritonLaunch:
     """How to compute convolutions of one kind at once.
 
     Args:
@@ -225,10 +225,10 @@ def launch_conv2d(convolutions: Sequence[Conv2d], num_splits: int = 1) -> Launch
         "num_stages": tile.stages,
     }
     grid = (ceil_div(pixels, tile.pixels), ceil_div(outputs, tile.channels), len(convolutions) * num_splits)
-    return Launch(conv2d, grid, arguments, constants)
+    return TritonLaunch(conv2d, grid, arguments, constants)
 
 
-def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> Launch:
+def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> TritonLaunch:
     """How to add up partial sums, and to do what follows."""
     # Triton is there where there is a GPU
     from millstream.kernels.conv2d.conv2d_kernel import reduce_partials
@@ -249,7 +249,7 @@ def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> Launch:
         "num_warps": _NUM_WARPS,
     }
     grid = (ceil_div(pixels, _REDUCED_PIXELS), ceil_div(outputs, _REDUCED_CHANNELS), len(rests))
-    return Launch(reduce_partials, grid, arguments, constants)
+    return TritonLaunch(reduce_partials, grid, arguments, constants)
 
 
 def _describe(rests: Sequence[Rest]) -> tuple[tuple[Any, ...], tuple[Any, ...], bool]:

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from millstream.kernels.conv2d.conv2d import CONVOLVE, JOIN, convolve_2d, is_small_conv2d
-from millstream.kernels.family import Writer
+from millstream.kernels.family import NodeWriter
 from millstream.kernels.nodes import arguments_of, has_channels_last, may_be_ours, values_of
 
 
-def bind_conv2d(node: torch.fx.Node) -> Writer | None:
+def bind_conv2d(node: torch.fx.Node) -> NodeWriter | None:
     """Our kernel for a convolution, with what follows it, or for a small one as it is."""
     own = _bind(node)
     return own and own._replace(join=_find_join(node))
 
 
-def _bind(node: torch.fx.Node) -> Writer | None:
+def _bind(node: torch.fx.Node) -> NodeWriter | None:
     if node.target is CONVOLVE:
         image, weight, bias, addend, relu, *options = arguments_of(node)
         parts = [name for name, part in {"bias": bias, "sum": addend, "relu": relu}.items() if part]
@@ -26,7 +26,7 @@ def _bind(node: torch.fx.Node) -> Writer | None:
         ops = ("linear" if is_product else "convolution", *added)
         name = convolve_2d.__name__ + (f" with {' and '.join(parts)}" if parts else "")
         last = (node, image, weight, *([] if addend is None else [addend]))
-        return Writer(convolve_2d, (image, weight, bias, addend, relu, *options), name, ops=ops, last=last)
+        return NodeWriter(convolve_2d, (image, weight, bias, addend, relu, *options), name, ops=ops, last=last)
     if node.target is not torch.ops.aten.convolution.default:
         return None
     given, output = values_of(node), node.meta["val"]
@@ -34,7 +34,7 @@ def _bind(node: torch.fx.Node) -> Writer | None:
         return None
     image, weight, _, stride, padding, *_ = arguments_of(node)
     arguments = (image, weight, None, None, False, output.shape[1], stride, padding)
-    return Writer(convolve_2d, arguments, convolve_2d.__name__, last=(node, image, weight))
+    return NodeWriter(convolve_2d, arguments, convolve_2d.__name__, last=(node, image, weight))
 
 
 def _find_join(node: torch.fx.Node) -> torch.fx.Node | None:

@@ -28,15 +28,15 @@ from millstream.kernels.conv2d.conv2d import (
     partials_shape,
     reduce_2d_partials,
 )
-from millstream.kernels.launches import Launch
-from millstream.program import Call, Layout, Program, Value
+from millstream.kernels.launches import TritonLaunch
+from millstream.program import KernelCall, Program, TensorLayout, Value
 
 
 def split_long_sums(program: Program) -> Program:
     """Let two kernels compute convolutions of long sums and few results: partial sums, and the rest."""
     kernels: list[Kernel] = []
-    calls: list[Call] = []
-    added: dict[str, Layout] = {}
+    calls: list[KernelCall] = []
+    added: dict[str, TensorLayout] = {}
     buffers: list[Buffer] = []
     for kernel, call in zip(program.graph.kernels, program.calls, strict=True):
         convolutions = _convolutions(call)
@@ -47,12 +47,12 @@ def split_long_sums(program: Program) -> Program:
             continue
         partials = Value(f"partials_{len(added)}")
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-        layout = Layout(shape, strides, torch.float32, _layout(program, convolutions[0][-1]).device)
+        layout = TensorLayout(shape, strides, torch.float32, _layout(program, convolutions[0][-1]).device)
         added[partials.name] = layout
         buffers.append(Buffer(partials.name, _num_bytes(layout), kernel.device, Role.TEMPORARY))
         kernels += _divide(program, kernel, convolutions, partials.name, layout)
-        calls.append(Call(convolve_2d_partials, _of_products(program, convolutions), {"out": partials}))
-        calls.append(Call(reduce_2d_partials, (partials, *map(_rest, convolutions)), {}))
+        calls.append(KernelCall(convolve_2d_partials, _of_products(program, convolutions), {"out": partials}))
+        calls.append(KernelCall(reduce_2d_partials, (partials, *map(_rest, convolutions)), {}))
     if not added:
         return program
     graph = replace(
@@ -69,7 +69,7 @@ def split_long_sums(program: Program) -> Program:
     )
 
 
-def find_split_launches(program: Program) -> Iterator[Launch]:
+def find_split_launches(program: Program) -> Iterator[TritonLaunch]:
     """The launches of such pairs of kernels, for tensors that are not there yet."""
     for products, addition in pairwise(program.calls):
         if products.target is convolve_2d_partials:
@@ -81,12 +81,12 @@ def find_split_launches(program: Program) -> Iterator[Launch]:
             yield from launches_of_conv2d(_described(program, convolutions))
 
 
-def _num_bytes(layout: Layout) -> int:
+def _num_bytes(layout: TensorLayout) -> int:
     """What a tensor without gaps takes."""
     return math.prod(layout.size) * layout.dtype.itemsize
 
 
-def _convolutions(call: Call) -> list[tuple[Any, ...]]:
+def _convolutions(call: KernelCall) -> list[tuple[Any, ...]]:
     """The convolutions of a call, as ``Conv2d`` has them."""
     if call.target is convolve_2d:
         return [(*call.args, call.kwargs["out"])]
@@ -115,14 +115,14 @@ def _factors(convolutions: Iterable[Sequence[Any]]) -> list[Value]:
     return [value for image, weight, *_ in convolutions for value in (image, weight)]
 
 
-def _layout(program: Program, value: Value) -> Layout:
+def _layout(program: Program, value: Value) -> TensorLayout:
     layout = program.layout(value.name)
     assert layout is not None, f"{value.name}, which one of our convolutions uses, has a layout"
     return layout
 
 
 def _divide(
-    program: Program, kernel: Kernel, convolutions: Sequence[Sequence[Any]], partials: str, layout: Layout
+    program: Program, kernel: Kernel, convolutions: Sequence[Sequence[Any]], partials: str, layout: TensorLayout
 ) -> tuple[Kernel, Kernel]:
     """The two kernels in place of one."""
     several = f"{len(convolutions)} × " if len(convolutions) > 1 else ""

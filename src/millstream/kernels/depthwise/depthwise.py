@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from millstream.kernels.family import Grouping, Writer
-from millstream.kernels.launches import Launch, dependent_launch_options, pointers
+from millstream.kernels.family import Grouping, NodeWriter
+from millstream.kernels.launches import TritonLaunch, dependent_launch_options, pointers
 from millstream.kernels.nodes import arguments_of, may_be_ours, values_of
 
 MOST_OUTPUTS = 2_500_000
@@ -102,7 +102,7 @@ def convolve_depthwise_together(*convolutions: Sequence[Any]) -> None:
     launch_depthwise([Depthwise(*each) for each in convolutions]).run()
 
 
-def launch_depthwise(convolutions: Sequence[Depthwise]) -> Launch:
+def launch_depthwise(convolutions: Sequence[Depthwise]) -> TritonLaunch:
     """How to compute convolutions of one kind at once, those of the larger window first."""
     from millstream.kernels.depthwise.depthwise_kernel import depthwise  # Triton is there where there is a GPU
 
@@ -148,7 +148,7 @@ def launch_depthwise(convolutions: Sequence[Depthwise]) -> Launch:
         **dependent_launch_options(image.device),
         "num_warps": doubled * _NUM_WARPS,
     }
-    return Launch(depthwise, grid, arguments, constants)
+    return TritonLaunch(depthwise, grid, arguments, constants)
 
 
 GROUPING = Grouping(
@@ -189,13 +189,13 @@ def _count_flops(*shapes: Any, out_shape: list[int], **_: Any) -> int:
     return 2 * math.prod(out_shape) * math.prod(shapes[1][1:])  # and of the weight
 
 
-def bind_depthwise(node: torch.fx.Node) -> Writer | None:
+def bind_depthwise(node: torch.fx.Node) -> NodeWriter | None:
     """Our kernel for a depthwise convolution, with what stands in front of it, or for a small one as it is."""
     if node.target is CONVOLVE_DEPTHWISE:
         image, weight, relu, _, *options = arguments_of(node)
         name = f"{convolve_depthwise.__name__} of relu" if relu else convolve_depthwise.__name__
         ops, arguments = (*["relu"] * relu, "convolution"), (image, weight, relu, *options)
-        return Writer(convolve_depthwise, arguments, name, ops=ops, last=(node, image), contiguous=(weight,))
+        return NodeWriter(convolve_depthwise, arguments, name, ops=ops, last=(node, image), contiguous=(weight,))
     if node.target is not torch.ops.aten.convolution.default:
         return None
     given = values_of(node)
@@ -203,4 +203,6 @@ def bind_depthwise(node: torch.fx.Node) -> Writer | None:
         return None
     image, weight, _, stride, padding, dilation, *_ = arguments_of(node)
     arguments = (image, weight, False, stride, [n for n in reversed(padding) for _ in range(2)], dilation)
-    return Writer(convolve_depthwise, arguments, convolve_depthwise.__name__, last=(node, image), contiguous=(weight,))
+    return NodeWriter(
+        convolve_depthwise, arguments, convolve_depthwise.__name__, last=(node, image), contiguous=(weight,)
+    )

@@ -18,8 +18,8 @@ import torch
 
 from millstream.graph import KernelKind
 from millstream.kernels.conv2d.conv2d_tiles import ceil_div
-from millstream.kernels.family import Grouping, Writer
-from millstream.kernels.launches import Launch, dependent_launch_options, pointers
+from millstream.kernels.family import Grouping, NodeWriter
+from millstream.kernels.launches import TritonLaunch, dependent_launch_options, pointers
 
 _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest store
 _TILE = 4096  # numbers
@@ -56,7 +56,7 @@ def convert_weights_together(*conversions: Sequence[torch.Tensor]) -> None:
     launch_conversions([Conversion(*each) for each in conversions]).run()
 
 
-def launch_conversions(conversions: Sequence[Conversion]) -> Launch:
+def launch_conversions(conversions: Sequence[Conversion]) -> TritonLaunch:
     """How to convert weights of one kind at once."""
     from millstream.kernels.weights.weights_kernel import convert  # Triton is there where there is a GPU
 
@@ -88,7 +88,7 @@ def launch_conversions(conversions: Sequence[Conversion]) -> Launch:
         **dependent_launch_options(weights[0].device),
         "num_warps": _NUM_WARPS,
     }
-    return Launch(convert, (firsts[-1], 1, 1), arguments, constants)
+    return TritonLaunch(convert, (firsts[-1], 1, 1), arguments, constants)
 
 
 GROUPING = Grouping(
@@ -138,9 +138,9 @@ def _(weight: torch.Tensor, size: list[int], dtype: torch.dtype) -> torch.Tensor
     return torch.empty(size, dtype=dtype, device=weight.device, memory_format=torch.channels_last)
 
 
-def bind_weight(node: torch.fx.Node) -> Writer | None:
+def bind_weight(node: torch.fx.Node) -> NodeWriter | None:
     """Our kernel for a weight that is made ready."""
     if node.target is not CONVERT:
         return None
     name = convert_weight.__name__
-    return Writer(convert_weight, (node.args[0],), name, KernelKind.COPY, (name,), last=(node,))
+    return NodeWriter(convert_weight, (node.args[0],), name, KernelKind.COPY, (name,), last=(node,))

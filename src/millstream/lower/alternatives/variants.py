@@ -13,7 +13,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from millstream.lower import workarounds
 from millstream.lower.alternatives import table
-from millstream.lower.kept import Record
+from millstream.lower.kept import ProgramFile
 from millstream.schedule.improve import NOTHING, Choice, Offer, Tried, from_json, to_json
 
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ def take_options(options: dict[str, Any]) -> tuple[list[str], bool]:
     return off, bool(options.pop("reproducible", False))
 
 
-def find_choice(record: Record | None, *, is_fixed: bool) -> tuple[Choice, tuple[Tried, ...]]:
+def find_choice(record: ProgramFile | None, *, is_fixed: bool) -> tuple[Choice, tuple[Tried, ...]]:
     """The alternatives that a program has from the start: those found faster before, in this process or another."""
     if is_fixed or torch.are_deterministic_algorithms_enabled():
         return table.FIXED, ()
@@ -67,9 +67,11 @@ class Choosing(NamedTuple):
 
     is_fixed: bool = True
     choice: Choice | None = None
-    usual: Record | None = None
+    usual: ProgramFile | None = None
 
-    def decide(self, open_record: Callable[[], Record | None]) -> tuple[Choice, tuple[Tried, ...], Record | None]:
+    def decide(
+        self, open_record: Callable[[], ProgramFile | None]
+    ) -> tuple[Choice, tuple[Tried, ...], ProgramFile | None]:
         """Return them, what came of others, and the record of the program."""
         record = open_record() if self.choice is None else self.usual
         choice, tried = (self.choice, ()) if self.choice else find_choice(record, is_fixed=self.is_fixed)
@@ -84,7 +86,7 @@ class Pointer:
         first: Of the program that it has been made.
     """
 
-    def __init__(self, step: Record, first: Record) -> None:
+    def __init__(self, step: ProgramFile, first: ProgramFile) -> None:
         self._step, self._first = step, first
         self._added: list[Any] | None = None
 
@@ -93,7 +95,7 @@ class Pointer:
         self._added = added
         self._step.point_to(self._first, added)
 
-    def point_to(self, other: Record, noted: Mapping[str, Any]) -> None:
+    def point_to(self, other: ProgramFile, noted: Mapping[str, Any]) -> None:
         """Let it stand for another one, which takes the same inputs, and note why."""
         if self._added is not None:
             self._step.point_to(other, self._added)
@@ -102,7 +104,7 @@ class Pointer:
 
 def vary(
     graph: torch.fx.GraphModule,
-    usual: Record | None,
+    usual: ProgramFile | None,
     lower: Callable[..., Any],
     lowering: Callable[[], AbstractContextManager[None]],
     pointer: Pointer | None,

@@ -26,9 +26,9 @@ from torch._inductor.loop_body import MemoryUsageType
 from torch._inductor.scheduler import ForeachKernelSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 
-from millstream._torch.operators import is_users
+from millstream._torch.dispatcher import is_users
 from millstream._torch.workarounds import is_off, replaced
-from millstream.check.values import OLD, Misread, Nest, Operation, Read, Version, Write, find_misreads
+from millstream.check.values import OLD, MemoryRead, MemoryWrite, Misread, Nest, Operation, Version, find_misreads
 from millstream.errors import MisreadError
 from millstream.lower.inductor.indices import places_of, places_of_layout
 from millstream.lower.translate import op_names, source_line
@@ -253,18 +253,18 @@ class _Describer:
             reads, writes = self._of_library(operation)
         else:
             reads = [
-                Read(self.memory(each), places_of(body, body.indexing_exprs[index]), self._meant(each, operation))
+                MemoryRead(self.memory(each), places_of(body, body.indexing_exprs[index]), self._meant(each, operation))
                 for each, index in _entries(body, _LOADS)
                 if self._is_rewritten(each) or self.memory(each) in made
             ]
             writes = [
-                Write(self.memory(each), places_of(body, body.indexing_exprs[index]), self._written(each, name))
+                MemoryWrite(self.memory(each), places_of(body, body.indexing_exprs[index]), self._written(each, name))
                 for each, index in _entries(body, _STORES)
                 if self.memory(each) in made or (self._is_rewritten(each) and self._written(each, name) != OLD)
             ]
         return Operation(name, tuple(reads), tuple(writes), part, _is_users(operation))
 
-    def _of_library(self, operation: ir.Operation) -> tuple[list[Read], list[Write]]:
+    def _of_library(self, operation: ir.Operation) -> tuple[list[MemoryRead], list[MemoryWrite]]:
         """The accesses of what is no loop: a library's kernel, or a template."""
         reads, writes = [], []
         mutated = _mutated(operation)
@@ -272,10 +272,10 @@ class _Describer:
             name = used.get_name()
             if self._is_rewritten(name):
                 places = places_of_layout(used.get_layout())
-                reads.append(Read(self.memory(name), places, self._meant(name, operation)))
+                reads.append(MemoryRead(self.memory(name), places, self._meant(name, operation)))
                 if name in mutated:
                     number = self._number(operation.get_operation_name(), self.buffer(name))
-                    writes.append(Write(self.memory(name), places, (self._owner(self.buffer(name)), number)))
+                    writes.append(MemoryWrite(self.memory(name), places, (self._owner(self.buffer(name)), number)))
         return reads, writes
 
     def _is_rewritten(self, name: str) -> bool:
@@ -298,7 +298,7 @@ class _Describer:
                 buffer = self.buffer(name)
                 last = (self._owner(buffer), len(self.writers.get(buffer, ())))
                 meant = OLD if (node, given) in self.notes.old else last
-                reads.append(Read(self.memory(name), places_of_layout(value.get_layout()), frozenset({meant})))
+                reads.append(MemoryRead(self.memory(name), places_of_layout(value.get_layout()), frozenset({meant})))
         return (Operation("the caller", tuple(reads)),) if reads else ()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 from torch._inductor.codegen.common import REMOVED, KernelArgs
 
-from millstream.lower.inductor.forms import Names
+from millstream.lower.inductor.forms import BufferNumbers
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Bound:
     offsets: tuple[tuple[int, str], ...]
 
 
-def arguments_form(args: KernelArgs, names: Names) -> Hashable:
+def arguments_form(args: KernelArgs, names: BufferNumbers) -> Hashable:
     """What arguments a kernel has already, of those with a number."""
     found = []
     for name in [*names.number]:
@@ -74,7 +74,7 @@ class NotedArguments:
                 self._removed.add(name)
                 self._in_place.append((name, None))
 
-    def end(self, names: Names) -> Bound:
+    def end(self, names: BufferNumbers) -> Bound:
         """What it got.
 
         Raises:

@@ -33,7 +33,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from millstream._torch.workarounds import is_off, replaced
 from millstream.lower.inductor.bindings import Bound, NotedArguments, arguments_form, bind, inner_names
-from millstream.lower.inductor.forms import Names, form_of, indices_form
+from millstream.lower.inductor.forms import BufferNumbers, form_of, indices_form
 
 _INNER = re.compile(r"\b((?:in_out_ptr|in_ptr|out_ptr|seed)\d+)\b")
 """What kernels call buffers."""
@@ -105,7 +105,7 @@ class _CppCode:
 def _write_cpp(
     scheduling: Any, node: Any, known: dict[Hashable, _CppCode | None], write: Callable[[Any, Any], None]
 ) -> None:
-    names, group = Names(), scheduling.kernel_group
+    names, group = BufferNumbers(), scheduling.kernel_group
     nodes = node.get_nodes()
     try:
         form = form_of(nodes, names), _cpp_structure(node), _cpp_defaults(nodes, names)
@@ -128,7 +128,7 @@ def _cpp_structure(node: Any) -> Hashable:
     return node.outer_loop_fusion_depth, tuple(len(each.get_nodes()) for each in node.get_outer_nodes())
 
 
-def _cpp_defaults(nodes: Sequence[Any], names: Names) -> Hashable:
+def _cpp_defaults(nodes: Sequence[Any], names: BufferNumbers) -> Hashable:
     """The loops as they were before they were simplified: it depends on them which are split."""
     found = []
     for node in nodes:
@@ -155,7 +155,7 @@ class _CppNoting:
         self._call, self._placed = len(graph.wrapper_code.lines), {*graph.wrapper_code.allocated}
         self._removed, self._replaced = {*graph.removed_buffers}, {*graph.inplaced_to_remove}
 
-    def end(self, names: Names) -> _CppCode | None:
+    def end(self, names: BufferNumbers) -> _CppCode | None:
         """What was added; ``None`` where that cannot be added again."""
         graph: Any = V.graph
         group, number = self._group, names.number
@@ -188,7 +188,7 @@ def _allocated(line: Any) -> str:
     return (line.node if type(line) is AllocateLine else line.reused_as).get_name()  # type: ignore[no-any-return]
 
 
-def _read_lines(lines: Sequence[Any], args: KernelArgs, names: Names) -> Iterator[_Line]:
+def _read_lines(lines: Sequence[Any], args: KernelArgs, names: BufferNumbers) -> Iterator[_Line]:
     """Lines of code, without those that are left out.
 
     Raises:
@@ -328,7 +328,7 @@ class _TritonKernels:
         nodes = [node for node in schedule if isinstance(node, SchedulerNode)]
         marks = tuple(nodes.index(node) if isinstance(node, SchedulerNode) else node.__name__ for node in schedule)
         state = tuple(repr(getattr(kernel, name, None)) for name in (*_STATE, *_MORE_STATE))
-        names = Names()
+        names = BufferNumbers()
         try:
             key = form_of(nodes, names), marks, state, config.benchmark_kernel
         except Exception:  # noqa: BLE001  likewise
@@ -347,7 +347,7 @@ class _TritonKernels:
         return False
 
 
-def _note_triton(kernel: Any, source: str, arguments: NotedArguments, names: Names) -> _TritonCode | None:
+def _note_triton(kernel: Any, source: str, arguments: NotedArguments, names: BufferNumbers) -> _TritonCode | None:
     """What a kernel has become; ``None`` where another cannot be made of that."""
     number = names.number
     with contextlib.suppress(Exception):  # likewise
@@ -360,7 +360,7 @@ def _note_triton(kernel: Any, source: str, arguments: NotedArguments, names: Nam
     return None
 
 
-def _read_source(source: str, args: KernelArgs, names: Names) -> Iterator[_Part]:
+def _read_source(source: str, args: KernelArgs, names: BufferNumbers) -> Iterator[_Part]:
     """The source of a kernel, apart where places of elements stand.
 
     Raises:

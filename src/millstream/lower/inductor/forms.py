@@ -30,7 +30,7 @@ class UnknownFormError(Exception):
     """A kernel has something in it that is not described here."""
 
 
-class Names:
+class BufferNumbers:
     """Numbers for the names of buffers, in the order in which they are met.
 
     Attributes:
@@ -56,7 +56,7 @@ class Names:
         return "element", self.offset.setdefault(int(offset), len(self.offset))
 
 
-def form_of(nodes: Sequence[SchedulerNode], names: Names) -> Hashable:
+def form_of(nodes: Sequence[SchedulerNode], names: BufferNumbers) -> Hashable:
     """What the code of some loops in one kernel depends on.
 
     That is the loops as they are, and of each buffer how it lies in memory, whether the kernel may write over it, and
@@ -83,7 +83,7 @@ def form_of(nodes: Sequence[SchedulerNode], names: Names) -> Hashable:
     return loops, tuple(facts)
 
 
-def _node(node: SchedulerNode, names: Names) -> Hashable:
+def _node(node: SchedulerNode, names: BufferNumbers) -> Hashable:
     operation = node.node
     if type(node) is not SchedulerNode or not isinstance(operation, ir.ComputedBuffer):
         raise UnknownFormError(type(operation).__name__)
@@ -115,7 +115,7 @@ def find_in_place(node: SchedulerNode) -> list[tuple[str, str]]:
     return found
 
 
-def body_form(body: Any, names: Names) -> Hashable:
+def body_form(body: Any, names: BufferNumbers) -> Hashable:
     """What a loop does, and where.
 
     Raises:
@@ -132,7 +132,7 @@ def body_form(body: Any, names: Names) -> Hashable:
     )
 
 
-def indices_form(body: Any, names: Names) -> Hashable:
+def indices_form(body: Any, names: BufferNumbers) -> Hashable:
     """Where a loop reads and writes; of an element that is read alone, only whether others read the same one."""
     users = {}
     for _, entry in _accesses(body):
@@ -171,7 +171,7 @@ def _submodule(name: str, function: Any) -> Hashable:
     return _literal(settings)
 
 
-def _graph(graph: torch.fx.Graph, names: Names) -> Hashable:
+def _graph(graph: torch.fx.Graph, names: BufferNumbers) -> Hashable:
     number = {node: place for place, node in enumerate(graph.nodes)}
 
     def argument(value: Any) -> Hashable:
@@ -208,7 +208,7 @@ def _literal(value: Any) -> Hashable:
     return type(value).__name__, repr(value)
 
 
-def _dependency(dependency: Any, names: Names) -> Hashable:
+def _dependency(dependency: Any, names: BufferNumbers) -> Hashable:
     if isinstance(dependency, MemoryDep) and dependency.name in names.picked:
         return "element", names(dependency.name), names.of_offset(dependency.index)
     if isinstance(dependency, MemoryDep):
@@ -217,7 +217,7 @@ def _dependency(dependency: Any, names: Names) -> Hashable:
     return type(dependency).__name__, names(dependency.name), getattr(dependency, "mode", None)
 
 
-def _all(given: Iterable[str], names: Names) -> Hashable:
+def _all(given: Iterable[str], names: BufferNumbers) -> Hashable:
     return tuple(map(names, given))
 
 
@@ -226,7 +226,7 @@ def _uses(buffer: Any, place: Mapping[int, int]) -> Hashable:
     return tuple(sorted({(place.get(id(user.node), -1), user.is_weak, user.can_inplace) for user in buffer.users}))
 
 
-def _buffer(name: str, names: Names) -> Hashable:
+def _buffer(name: str, names: BufferNumbers) -> Hashable:
     graph: Any = V.graph
     scheduler = graph.scheduler
     if name in graph.constants:
@@ -250,7 +250,7 @@ def _buffer(name: str, names: Names) -> Hashable:
     )
 
 
-def _layout(buffer: Any, names: Names) -> Hashable:
+def _layout(buffer: Any, names: BufferNumbers) -> Hashable:
     if not isinstance(buffer, ir.IRNode):
         return None
     layout = buffer.get_output_spec()

@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv, Identity, Max, Min, Mod, ModularIndexing, PythonMod
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from millstream.check.places import FAR, Extent, Places, affine, anywhere
+from millstream.check.loop_accesses import FAR, Extent, Places, affine, anywhere
 
 _SIZES = (SymT.SIZE, SymT.UNBACKED_INT, SymT.PRECOMPUTED_SIZE)
 _UNKNOWN_SIZE = 8

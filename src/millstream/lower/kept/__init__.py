@@ -5,6 +5,6 @@ its Triton kernels, and ``records.py`` brings all to a file. ``bundle.py`` takes
 to another machine.
 """
 
-from millstream.lower.kept.records import Found, Record, open_record
+from millstream.lower.kept.program_files import FileContent, ProgramFile, open_record
 
-__all__ = ["Found", "Record", "open_record"]
+__all__ = ["FileContent", "ProgramFile", "open_record"]

@@ -30,7 +30,7 @@ from millstream.cache import cache_folder, limit_bytes, list_files, trim, write,
 from millstream.errors import ArgumentError
 from millstream.lower.kept import used
 from millstream.lower.kept.key import describe_machine
-from millstream.lower.kept.records import read_content, write_content
+from millstream.lower.kept.program_files import read_content, write_content
 
 FORMAT = 1
 MANIFEST, SIGNATURE = "manifest.json", "signature"

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from millstream._torch.compiler.expressions import decode_expression, encode_expression, kind_of_number, number_of
+from millstream._torch.compiler.size_expressions import decode_expression, encode_expression, kind_of_number, number_of
 from millstream._torch.compiler.symbols import NUMBERS, definition_of, expression_of
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.kept.key import NotKept, bytes_of
+from millstream.lower.kept.key import ProgramNotKept, bytes_of
 from millstream.lower.translate import storage_bytes
-from millstream.program import Call, Layout, Program, Value, View
+from millstream.program import KernelCall, Program, TensorLayout, Value, View
 
 _CLASSES: dict[str, type] = {
-    each.__name__: each for each in (Buffer, Call, Kernel, KernelGraph, Layout, Program, Value, View)
+    each.__name__: each for each in (Buffer, KernelCall, Kernel, KernelGraph, TensorLayout, Program, Value, View)
 }
 _ENUMS: dict[str, type[StrEnum]] = {each.__name__: each for each in (KernelKind, Role)}
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -93,11 +93,11 @@ class Encoder:
     def _number(self, value: Any) -> Any:
         expression = expression_of(value)
         if not all(str(symbol) in self._symbols for symbol in expression.free_symbols):
-            raise NotKept(f"size {expression} follows from no input")
+            raise ProgramNotKept(f"size {expression} follows from no input")
         try:
             return ["number", kind_of_number(value), encode_expression(expression)]
         except (LookupError, ValueError) as error:
-            raise NotKept(str(error)) from error
+            raise ProgramNotKept(str(error)) from error
 
     def _constant(self, value: torch.Tensor) -> Any:
         size = value.numel() * value.element_size()
@@ -108,7 +108,7 @@ class Encoder:
         if id(value) in self._attributes:
             self.used.add(self._attributes[id(value)])
             return ["attribute", self._attributes[id(value)]]
-        raise NotKept(f"a constant of {size} bytes is none of the graph's own")
+        raise ProgramNotKept(f"a constant of {size} bytes is none of the graph's own")
 
     def _function(self, function: Any) -> Any:
         if id(function) in self._kernels:
@@ -121,7 +121,7 @@ class Encoder:
         module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
         if str(module).startswith("millstream.") and _find_function(module, name) is function:
             return ["function", module, name]
-        raise NotKept(f"{getattr(function, '__name__', function)!r} cannot be named")
+        raise ProgramNotKept(f"{getattr(function, '__name__', function)!r} cannot be named")
 
 
 class Decoder:

@@ -25,9 +25,9 @@ from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import _disable_current_modes
 
 from millstream import errors as millstream_errors
-from millstream._torch.compiler.hints import stream_hint_of
+from millstream._torch.compiler.node_notes import stream_hint_of
 from millstream._torch.compiler.symbols import NUMBERS, expression_of
-from millstream._torch.operators import is_expanded_later
+from millstream._torch.dispatcher import is_expanded_later
 from millstream._torch.switches import present
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream._torch.workarounds import left_out
@@ -64,7 +64,7 @@ _PLAIN_MODULES = frozenset({"_operator", "math", "builtins"})
 _NOTED = ("user_visible_output_idxs", "original_output_strides")
 
 
-class NotKept(Exception):  # noqa: N818  no error: the program is lowered in every process
+class ProgramNotKept(Exception):  # noqa: N818  no error: the program is lowered in every process
     """A program that is not kept on disk; the message says why."""
 
 
@@ -81,10 +81,10 @@ def describe_graph(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Iterable[
         if node.op == "get_attr":
             value = functools.reduce(getattr, str(node.target).split("."), gm)
             if not isinstance(value, torch.Tensor):
-                raise NotKept(f"the graph has a {type(value).__name__} in it")
+                raise ProgramNotKept(f"the graph has a {type(value).__name__} in it")
             left -= value.numel() * value.element_size()
             if left < 0:
-                raise NotKept(f"the graph has more than {MOST_CONSTANT_BYTES >> 20} MiB of constants")
+                raise ProgramNotKept(f"the graph has more than {MOST_CONSTANT_BYTES >> 20} MiB of constants")
             parts += [_text(value), hashlib.sha256(bytes_of(value)).hexdigest()]
         yield " | ".join(parts)
 
@@ -97,7 +97,7 @@ def _describe_inputs(inputs: Sequence[Any]) -> Iterable[str]:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             storage = value.untyped_storage()
             if isinstance(value.storage_offset(), torch.SymInt):
-                raise NotKept("where an input begins is symbolic")
+                raise ProgramNotKept("where an input begins is symbolic")
             is_aligned = value.storage_offset() * value.element_size() % ALIGNMENT_BYTES == 0
             where = memory.setdefault(storage._cdata, len(memory)), same.setdefault(id(value), len(same))
             yield f"{_text(value)} in {where} of {storage.nbytes()} aligned {is_aligned}"
@@ -114,7 +114,7 @@ def describe_settings(options: Mapping[str, Any]) -> Iterable[str]:
     for name, value in inductor_config.get_config_copy().items():  # type: ignore[attr-defined]
         is_ours = isinstance(value, workarounds.JointPasses) and value.is_ours_alone
         if name.endswith(_PASSES) and value is not None and not is_ours:
-            raise NotKept(f"option {name} is a function")
+            raise ProgramNotKept(f"option {name} is a function")
     yield _text({name: os.environ[name] for name in sorted(os.environ) if _counts(name)})
     yield _text(sorted(left_out()))
     yield present().text
@@ -176,7 +176,7 @@ def sources_digest(folder: Path | None = None) -> str:
 def bytes_of(value: torch.Tensor) -> bytes:
     """The values of a tensor, in the order of its elements."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-        raise NotKept(f"a constant is a {type(value).__name__} of layout {value.layout}")
+        raise ProgramNotKept(f"a constant is a {type(value).__name__} of layout {value.layout}")
     with _disable_current_modes(), torch.no_grad():
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous().clone()
         return bytes(plain.untyped_storage())
@@ -188,7 +188,7 @@ def _target(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         is_own = target.namespace not in ("aten", "prims", "prim", "inductor")
         if is_own and is_expanded_later(target):
-            raise NotKept(f"the graph has {target} in it, in whose place Python is called")
+            raise ProgramNotKept(f"the graph has {target} in it, in whose place Python is called")
         return f"{target} {target._schema}" if is_own else str(target)
     if getattr(target, "__module__", None) in _PLAIN_MODULES and hasattr(operator, getattr(target, "__name__", "")):
         return f"{target.__module__}.{target.__name__}"
@@ -196,7 +196,7 @@ def _target(target: Any) -> str:
         return f"torch.{target.__name__}"
     if getattr(target, "__name__", "").startswith("sym_") and getattr(torch, target.__name__, None) is target:
         return f"torch.{target.__name__}"
-    raise NotKept(f"the graph has {getattr(target, '__name__', target)} in it")
+    raise ProgramNotKept(f"the graph has {getattr(target, '__name__', target)} in it")
 
 
 def _text(value: Any) -> str:
@@ -223,7 +223,7 @@ def _text(value: Any) -> str:
         return _target(value)
     if isinstance(value, Path):
         return str(value)
-    raise NotKept(f"{type(value).__name__} has no text that says all about it")
+    raise ProgramNotKept(f"{type(value).__name__} has no text that says all about it")
 
 
 def _tensor(value: torch.Tensor) -> str:
@@ -232,5 +232,5 @@ def _tensor(value: torch.Tensor) -> str:
         parts += [value.stride(), value.storage_offset(), value.is_conj(), value.is_neg()]
     kind = type(value)
     if kind not in (torch.Tensor, torch.nn.Parameter) and kind.__name__ != "FakeTensor":
-        raise NotKept(f"a tensor is a {kind.__name__}")
+        raise ProgramNotKept(f"a tensor is a {kind.__name__}")
     return f"tensor({', '.join(map(_text, parts))})"

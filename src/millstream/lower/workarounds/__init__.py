@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from millstream._torch import recurrence
 from millstream._torch.compiler import lookups
-from millstream._torch.devices import device_guard, generators
+from millstream._torch.devices import capture_generators, device_guard
 from millstream._torch.workarounds import Decompositions, Workaround, without
 from millstream.lower.workarounds.captured import foreach_order
 from millstream.lower.workarounds.decompositions import (
@@ -85,7 +85,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     pytorch_167313.WORKAROUND,
     pytorch_175860.WORKAROUND,
     pytorch_176591.WORKAROUND,
-    generators.WORKAROUND,
+    capture_generators.WORKAROUND,
     pytorch_180848.WORKAROUND,
     pytorch_183988.WORKAROUND,
     pytorch_184232.WORKAROUND,

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from millstream.insight import ActivityKind, Cause, Findings, Recording, Step
+from millstream.insight import ActivityKind, Cause, Findings, ProfiledStep, Recording
 from millstream.insight.host import host_pieces
 from millstream.insight.records import Stack
-from millstream.report.idle.places import activity_text, code, place
+from millstream.report.idle.source_lines import activity_text, code, place
 from millstream.report.pictures.svg import ticks
 from millstream.report.words import duration
 
@@ -45,7 +45,7 @@ _NUMBERS = 12  # steps that have their number below them
 _EXPOSED = {ActivityKind.COMMUNICATION: Cause.COMMUNICATION}
 
 
-class Part(NamedTuple):
+class BarPart(NamedTuple):
     """Of a step's bar; the longest step is 100 high."""
 
     colour: str
@@ -53,23 +53,23 @@ class Part(NamedTuple):
     height: float
 
 
-class Bar(NamedTuple):
+class StepBar(NamedTuple):
     """One step: its place, what is said of it, and what it is made of, from the bottom."""
 
     at: int
     text: str
-    parts: list[Part]
+    parts: list[BarPart]
 
 
 class Bars(NamedTuple):
     """Steps side by side, heights and numbers of the axes in percent."""
 
-    bars: list[Bar]
+    bars: list[StepBar]
     ticks: list[tuple[float, str]]
     numbers: list[tuple[float, int]]
 
 
-class Piece(NamedTuple):
+class LanePiece(NamedTuple):
     """Something in a lane, in the lane's units."""
 
     x: float
@@ -83,7 +83,7 @@ class Lane(NamedTuple):
     """A row of a step: pieces, or the outline of an area."""
 
     name: str
-    pieces: list[Piece]
+    pieces: list[LanePiece]
     outline: str = ""
 
 
@@ -100,7 +100,7 @@ def legend_of(found: Findings) -> list[tuple[str, str]]:
     return [("busy", BUSY), *((str(cause), COLOURS[cause]) for cause in found.idle_by_cause)]
 
 
-def _idle_of(found: Findings, steps: Sequence[Step]) -> list[dict[Cause, int]]:
+def _idle_of(found: Findings, steps: Sequence[ProfiledStep]) -> list[dict[Cause, int]]:
     """For each step its idle time by cause."""
     spent: list[dict[Cause, int]] = [defaultdict(int) for _ in steps]
     number = 0
@@ -130,26 +130,26 @@ def bars_of(found: Findings) -> Bars:
         for colour, part in told.values():
             height = max(part / longest * 100, 0)
             top -= height
-            parts.append(Part(colour, round(top, 2), round(height, 2)))
+            parts.append(BarPart(colour, round(top, 2), round(height, 2)))
         listed = "\n".join(f"{name} {duration(part)}" for name, (_, part) in told.items() if part > 0)
-        bars.append(Bar(at, f"step {first + at}: {duration(length)}\n{listed}", parts))
+        bars.append(StepBar(at, f"step {first + at}: {duration(length)}\n{listed}", parts))
     heights = [(round(tick / longest * 100, 1), duration(tick) if tick else "0") for tick in ticks(longest, 4)]
     every = -(-len(steps) // _NUMBERS)
     numbers = [(round((at + 0.5) / len(steps) * 100, 1), first + at) for at in range(0, len(steps), every)]
     return Bars(bars, heights, numbers)
 
 
-def median_step(found: Findings) -> Step:
+def median_step(found: Findings) -> ProfiledStep:
     """The step of median length."""
     return sorted(found.steps, key=lambda step: step.end_ns - step.start_ns)[len(found.steps) // 2]
 
 
-def worst_step(found: Findings) -> Step:
+def worst_step(found: Findings) -> ProfiledStep:
     """The longest step."""
     return max(found.steps, key=lambda step: step.end_ns - step.start_ns)
 
 
-def draw_step(found: Findings, step: Step, which: str) -> DrawnStep:
+def draw_step(found: Findings, step: ProfiledStep, which: str) -> DrawnStep:
     """Lanes of one step: each stream, idle time by cause, the training thread, and the queue."""
     recording, scale = found.recording, _Scale(step)
     streams = sorted({each.stream for each in recording.activities})[:8]
@@ -166,7 +166,7 @@ def draw_step(found: Findings, step: Step, which: str) -> DrawnStep:
 class _Scale:
     """From the time of a step to a lane's units."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: ProfiledStep) -> None:
         self.step = step
         self.of_ns = LENGTH / max(step.end_ns - step.start_ns, 1)
 
@@ -176,18 +176,18 @@ class _Scale:
     def meets(self, start_ns: int, end_ns: int) -> bool:
         return end_ns > self.step.start_ns and start_ns < self.step.end_ns
 
-    def piece(self, start_ns: int, end_ns: int, colour: str, what: str) -> Piece:
+    def piece(self, start_ns: int, end_ns: int, colour: str, what: str) -> LanePiece:
         start_ns, end_ns = max(start_ns, self.step.start_ns), min(end_ns, self.step.end_ns)
         wide = max(round((end_ns - start_ns) * self.of_ns, 2), 0.3)
-        return Piece(self.x(start_ns), wide, colour, f"{duration(end_ns - start_ns)} {what}")
+        return LanePiece(self.x(start_ns), wide, colour, f"{duration(end_ns - start_ns)} {what}")
 
 
-def _largest(pieces: Iterable[Piece]) -> list[Piece]:
+def _largest(pieces: Iterable[LanePiece]) -> list[LanePiece]:
     """So many that a page stays small, in order."""
     return sorted(sorted(pieces, key=lambda piece: -piece.width)[:MAX_PIECES])
 
 
-def _ran(found: Findings, scale: _Scale, stream: int) -> list[Piece]:
+def _ran(found: Findings, scale: _Scale, stream: int) -> list[LanePiece]:
     launches = {launch.number: launch for launch in found.recording.launches}
     ran = (
         scale.piece(
@@ -203,7 +203,7 @@ def _ran(found: Findings, scale: _Scale, stream: int) -> list[Piece]:
     return [each._replace(is_odd=number % 2 == 1) for number, each in enumerate(_largest(ran))]
 
 
-def _idle(found: Findings, scale: _Scale) -> list[Piece]:
+def _idle(found: Findings, scale: _Scale) -> list[LanePiece]:
     return _largest(
         _piece_of(scale, each.start_ns, each.end_ns, each.cause, each.stack, found.recording)
         for each in found.slices
@@ -211,7 +211,7 @@ def _idle(found: Findings, scale: _Scale) -> list[Piece]:
     )
 
 
-def _did(recording: Recording, scale: _Scale) -> list[Piece]:
+def _did(recording: Recording, scale: _Scale) -> list[LanePiece]:
     return [
         _piece_of(scale, start, end, span.cause, span.stack, recording)
         for start, end, span in host_pieces(recording, ())
@@ -219,15 +219,15 @@ def _did(recording: Recording, scale: _Scale) -> list[Piece]:
     ]
 
 
-def _piece_of(scale: _Scale, start: int, end: int, cause: Cause, stack: Stack, recording: Recording) -> Piece:
+def _piece_of(scale: _Scale, start: int, end: int, cause: Cause, stack: Stack, recording: Recording) -> LanePiece:
     site = recording.user_site(stack)
     colour = BUSY if cause is Cause.LAUNCH and recording.is_synchronous else COLOURS[cause]  # operators, on a CPU
     return scale.piece(start, end, colour, f"{cause}: {place(site)}  {code(site)}".rstrip())
 
 
-def joined(pieces: Sequence[Piece]) -> list[Piece]:
+def joined(pieces: Sequence[LanePiece]) -> list[LanePiece]:
     """Neighbours of one colour that nobody could tell apart become one."""
-    found: list[Piece] = []
+    found: list[LanePiece] = []
     for each in pieces:
         last = found[-1] if found else None
         is_near = last is not None and each.x - last.x - last.width < _SHORT and each.width < _SHORT

@@ -16,9 +16,9 @@ from millstream.report.idle.drawing import (
     median_step,
     worst_step,
 )
-from millstream.report.idle.places import code, place
 from millstream.report.idle.remedies import TITLES, remedy
 from millstream.report.idle.screen import diagnosis, event_lines, gain, headline_facts, how_often, idle_share
+from millstream.report.idle.source_lines import code, place
 from millstream.report.pages import render
 from millstream.report.words import count, duration, percent
 
@@ -32,7 +32,7 @@ class Figure(NamedTuple):
     text: str
 
 
-class Line(NamedTuple):
+class LineRow(NamedTuple):
     """A line of the user's, and what happened there."""
 
     place: str
@@ -50,7 +50,7 @@ class CauseRows(NamedTuple):
     share: float
     gain: float | None
     remedy: str
-    lines: list[Line]
+    lines: list[LineRow]
     num_more: int
 
 
@@ -101,9 +101,9 @@ def _gain(found: Findings) -> Figure:
     return Figure(f"{before / after:.3g}×", f"as fast without it: {duration(before)} → about {duration(after)} {of}")
 
 
-def _line(row: Row, found: Findings) -> Line:
+def _line(row: Row, found: Findings) -> LineRow:
     inside = place(row.inside) if row.inside is not None else ""
-    return Line(place(row.site), code(row.site), inside, how_often(row, found), row.share)
+    return LineRow(place(row.site), code(row.site), inside, how_often(row, found), row.share)
 
 
 def _causes(found: Findings) -> tuple[list[CauseRows], list[CauseRows]]:

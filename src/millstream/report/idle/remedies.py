@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millstream.insight import RECEIVE_NS, Cause, Findings, Row
-from millstream.report.idle.places import place
+from millstream.report.idle.source_lines import place
 from millstream.report.words import count, duration
 
 TITLES = {

@@ -7,8 +7,8 @@ from textwrap import wrap
 from millstream.insight import SAMPLED, Cause, Findings, Row, Severity
 from millstream.insight.causes import REMEDY_FREE
 from millstream.insight.findings import MODERATE, UNSURE
-from millstream.report.idle.places import code, place
 from millstream.report.idle.remedies import TITLES, remedy
+from millstream.report.idle.source_lines import code, place
 from millstream.report.words import count, duration, percent, table
 
 _WIDTH = 118

@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
 from millstream._torch.tracing import patched
-from millstream.capture.effects.recorder import Recorder
+from millstream.capture.effects.effect_recorder import EffectRecorder
 
 
 class _Started:
@@ -39,7 +39,7 @@ class _Started:
         return self._count.to(device) if self._given is None else self._given
 
 
-def averages_take_first(recorder: Recorder) -> AbstractContextManager[None]:
+def averages_take_first(recorder: EffectRecorder) -> AbstractContextManager[None]:
     """For the length of the context, let the graph choose between a copy of the model and the average with it."""
     original = vars(AveragedModel)["update_parameters"]
     names = ("module", "parameters", "use_buffers", "avg_fn", "multi_avg_fn")

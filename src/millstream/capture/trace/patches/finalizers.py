@@ -10,11 +10,11 @@ from threading import get_ident
 from torch._C import DisableTorchFunction  # itself: a trace puts another in its place
 
 from millstream._torch.tensors import real_tensors
-from millstream.capture.effects.recorder import Recorder
+from millstream.capture.effects.effect_recorder import EffectRecorder
 
 
 @contextmanager
-def finalizers_apart(recorder: Recorder) -> Iterator[None]:
+def finalizers_apart(recorder: EffectRecorder) -> Iterator[None]:
     """For the length of the context, what the collector calls in this thread is done at once, with real tensors.
 
     It comes at any moment, in one trace and not in the next. A progress bar that nobody holds any longer closes itself,

@@ -14,7 +14,7 @@ import torch
 
 from millstream._torch.tracing import attributes_here
 from millstream.capture.trace.arithmetic import compute, of_answers, of_floats
-from millstream.capture.trace.arrays import LaterArray
+from millstream.capture.trace.numpy_arrays import LaterArray
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, plain_of
 from millstream.capture.trace.sizes import is_traced_size
 

@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from millstream._torch.hooks import runs_foreach
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import graph_being_traced, patched
-from millstream.capture.effects.outputs import with_subclasses
-from millstream.capture.effects.recorder import Recorder
-from millstream.capture.effects.values import Returned
+from millstream.capture.effects.effect_recorder import EffectRecorder
+from millstream.capture.effects.late_values import Returned
+from millstream.capture.effects.printed import with_subclasses
 from millstream.capture.lines import raise_refusal, told
-from millstream.capture.record.location import Location, SequenceItems, Shared
+from millstream.capture.record.location import Location, SequenceItems, SharedEntries
 from millstream.capture.state.others import stand_for
 from millstream.capture.trace.request import NumberInput
 from millstream.capture.trace.scalars import is_number, is_scalar, is_whole
@@ -47,7 +47,7 @@ def counts_of(optimizer: Optimizer, key: str) -> Iterator[NumberInput]:
             if isinstance(entry, dict) and is_number(value := entry.get(key)):
                 alike.setdefault((type(value), value), []).append(entry)
         for entries in alike.values():
-            location = Location(Shared(tuple(entries)), key, name)
+            location = Location(SharedEntries(tuple(entries)), key, name)
             yield NumberInput(location, f"{key}[{number}]", device_of(optimizer, number), optimizer)
 
 
@@ -143,7 +143,7 @@ def narrow_counts(counts: Iterable[_Count]) -> None:
 
 @contextlib.contextmanager
 def schedulers_are_recorded(
-    recorder: Recorder, refuse: Callable[[Exception], None], meet: Callable[[Optimizer], None]
+    recorder: EffectRecorder, refuse: Callable[[Exception], None], meet: Callable[[Optimizer], None]
 ) -> Iterator[None]:
     """For the length of the context, let schedulers step after each replay, instead of now.
 

@@ -16,7 +16,7 @@ import torch
 
 from millstream._torch.tracing import attributes_here
 from millstream.capture.lines import raise_refusal
-from millstream.capture.state.generators import set_state, state_of
+from millstream.capture.state.host_generators import set_state, state_of
 from millstream.capture.trace.draws import REMEDY, Draws
 
 

@@ -25,7 +25,7 @@ from torch._inductor import ir, lowering
 from torch._inductor.virtualized import V
 
 from millstream._torch.workarounds import Workaround, replaced
-from millstream.lower.workarounds.kernels.reads import read_before
+from millstream.lower.workarounds.kernels.pending_reads import read_before
 
 #: By device: the items of a list, each the number of its result, and the arguments for it, its destination first.
 _Groups = Mapping[Any, list[tuple[int, Any]]]

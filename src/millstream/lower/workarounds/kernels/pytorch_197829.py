@@ -15,7 +15,7 @@ from torch._inductor import ir, lowering
 from torch._inductor.virtualized import V
 
 from millstream._torch.workarounds import Workaround, replaced
-from millstream.lower.workarounds.kernels.reads import names_of, read_before
+from millstream.lower.workarounds.kernels.pending_reads import names_of, read_before
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch._inductor.graph import GraphLowering
 
 from millstream._torch.workarounds import Workaround, replaced
-from millstream.lower.workarounds.kernels.reads import names_of
+from millstream.lower.workarounds.kernels.pending_reads import names_of
 
 
 @contextlib.contextmanager

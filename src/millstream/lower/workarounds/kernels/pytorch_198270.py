@@ -17,7 +17,7 @@ from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
 
 from millstream._torch.workarounds import Workaround, replaced
-from millstream.lower.workarounds.kernels.reads import names_of
+from millstream.lower.workarounds.kernels.pending_reads import names_of
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch import fx
 from torch._inductor.fx_passes import joint_graph, post_grad
 
 from millstream._torch.workarounds import Workaround, replaced
-from millstream.lower.workarounds.post_grad.memory import (
+from millstream.lower.workarounds.post_grad.shared_storage import (
     before_reinplacing,
     clone,
     find_copies,

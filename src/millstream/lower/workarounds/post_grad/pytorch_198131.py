@@ -19,7 +19,7 @@ from collections import defaultdict
 from torch import fx
 
 from millstream._torch.workarounds import Workaround
-from millstream.lower.workarounds.post_grad.memory import (
+from millstream.lower.workarounds.post_grad.shared_storage import (
     Copy,
     before_reinplacing,
     clone,
