@@ -81,7 +81,7 @@ class Unit:
         self.gathers_again = gathers_again(module)
         if self.parameters:
             self.name = f"{self.name} ({self.parameters[0].name}{', ...' if len(self.parameters) > 1 else ''})"
-        self._agreement = None
+        self._agreement, self.norms = None, None
         if self.group is not None and self.size > 1:
             self._agreement = agreement_of(self.group, on_gpu=self.device.type == "cuda")
             self.norms = Norms(self.name, self.group, self._agreement)
@@ -349,10 +349,12 @@ class ShardedRun:
         others = [each for each in gradients if id(each) not in shards]
         like = [parameter.tensor for unit in units() for parameter in unit.parameters]
         unit = next(unit for unit in units() if unit.parameters)
-        norms = unit.norms
-        self._times["norm", unit] += 1
-        time = self._times["norm", unit] - 1
-        total = norms.total(original, own, others, like, norm_type, error_if_nonfinite, foreach, time)
+        if unit.norms is None:  # of one process, whose rows are all there are
+            total = original([*own, *others], norm_type, error_if_nonfinite, foreach)
+        else:
+            self._times["norm", unit] += 1
+            time = self._times["norm", unit] - 1
+            total = unit.norms.total(original, own, others, like, norm_type, error_if_nonfinite, foreach, time)
         given = next(each for each in gradients if id(each) in shards)
         return replicated_like(total, given) if is_shard(given) and not isinstance(total, FakeTensor) else total
 
