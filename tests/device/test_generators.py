@@ -156,7 +156,7 @@ def test_what_is_captured_draws_from_the_given_generator_or_in_an_exchange():
 
 @pytest.mark.parametrize(
     ("version", "without", "kind"),
-    [("2.11.0", "", "Exchange"), ("2.11.0", "pytorch#176752", "Aside"), ("2.12.0", "", "Aside")],
+    [("2.11.0", "", "GeneratorExchange"), ("2.11.0", "pytorch#176752", "NoExchange"), ("2.12.0", "", "NoExchange")],
 )
 def test_states_are_exchanged_where_pytorch_needs_it_unless_switched_off(default, monkeypatch, version, without, kind):
     monkeypatch.setattr(torch, "__version__", version)
@@ -167,7 +167,7 @@ def test_states_are_exchanged_where_pytorch_needs_it_unless_switched_off(default
     assert type(aside).__name__ == kind
     with aside.begin():
         graph.capture_begin()
-    assert default.state.is_capturing == (kind == "Aside")  # then a draw of any thread is PyTorch's error
+    assert default.state.is_capturing == (kind == "NoExchange")  # then a draw of any thread is PyTorch's error
     graph.capture_end()
     aside.end()
     assert default.state is own

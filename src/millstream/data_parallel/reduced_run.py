@@ -72,7 +72,6 @@ class ReducedRun:
             self._armed[replica] = set()
         self._times: Counter[Any] = Counter()
         self._depth = 0
-        self.sharded = ShardedRun(self.rows_of, self.prepare_sharded)
 
     # --- what a trace does otherwise ----------------------------------------------------------------------------------
 
@@ -119,6 +118,7 @@ class ReducedRun:
             return
         outer = getattr(_running, "session", None)
         reshard_left()
+        self.sharded = ShardedRun(self.rows_of, self.prepare_sharded)
         _running.session = self
         try:
             with (
@@ -129,6 +129,7 @@ class ReducedRun:
         finally:
             _running.session = outer
             self.sharded.close()
+            del self.sharded  # the two know each other, and the function holds a batch
             if isinstance(self._replica, ShardedReducer):
                 for sharding in self._replica.shardings.values():
                     sharding.leave()  # where a step has ended early

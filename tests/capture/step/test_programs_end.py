@@ -119,3 +119,29 @@ def test_no_batch_is_kept(program, monkeypatch):
     gc.collect()
     assert [batch() is not None for batch in batches] == [False] * 4
     assert bool(getattr(compiled, "fallbacks", ())) == (program in REFUSED)
+
+
+def test_a_batch_does_not_live_until_a_collection():
+    """Not that of the first call, which is eager, nor that of the one which is captured."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    @ms.step(strict=True)
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    batches = []
+    gc.disable()
+    try:
+        for _ in range(4):
+            x = torch.ones(3, 4)
+            step(x)
+            batches.append(weakref.ref(x))
+            del x
+        assert [batch() for batch in batches] == [None] * 4
+    finally:
+        gc.enable()

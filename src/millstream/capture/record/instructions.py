@@ -32,15 +32,7 @@ Handler = Callable[[InstructionSite, CodeType, int, FrameType, tuple[Any, ...]],
 
 
 class InstructionSession:
-    """Tells a handler of the sites that this thread comes to, for the length of a ``with`` block.
-
-    Args:
-        handler: Called with a site, its code, its place in it, the frame, and the topmost entries of the stack; for one
-            site and the same entries once, but if a tensor is among them. What it returns is raised there.
-        is_followed: Whether code counts.
-        begins: Called with a frame of code that counts, before it runs for the first time, or each time if it is among
-            ``again``; likewise.
-
+    """Tells a handler of the sites that this thread comes to.
 
     Attributes:
         codes: Code that has run and that counts, each once.
@@ -48,27 +40,47 @@ class InstructionSession:
         failure: Why not all was seen; empty if it was.
     """
 
-    def __init__(
+    def __init__(self) -> None:
+        self.again: set[CodeType] = set()
+        self._known: set[CodeType] = set()
+        self._tool: int | None = None
+        self.codes: list[CodeType] = []
+        self.failure = why_not()
+
+    @contextmanager
+    def telling(
         self,
         handler: Handler,
         is_followed: Callable[[CodeType], bool],
         begins: Callable[[FrameType], Exception | None],
-    ) -> None:
-        self._handler, self._is_followed, self._begins = handler, is_followed, begins
-        self.again: set[CodeType] = set()
-        self._known: set[CodeType] = set()
-        self._tool: int | None = None
-        self._of_collector = self._collection_starts, self._collection_stops
-        self.codes: list[CodeType] = []
-        self.failure = why_not()
+    ) -> Iterator[None]:
+        """Tell them within the context.
 
-    def __enter__(self) -> InstructionSession:
+        Args:
+            handler: Called with a site, its code, its place in it, the frame, and the topmost entries of the stack; for
+                one site and the same entries once, but if a tensor is among them. What it returns is raised there.
+            is_followed: Whether code counts.
+            begins: Called with a frame of code that counts, before it runs for the first time, or each time if it is
+                among ``again``; likewise.
+        """
+        self._handler, self._is_followed, self._begins = handler, is_followed, begins
+        self._of_collector = self._collection_starts, self._collection_stops
+        try:
+            self._start()
+            try:
+                yield
+            finally:
+                self._stop()
+        finally:  # they lead to whoever has this, and keep what was recorded, a batch perhaps, until a collection
+            del self._handler, self._is_followed, self._begins, self._of_collector
+
+    def _start(self) -> None:
         library = _native.load("core")
         if self.failure or library is None:
-            return self
+            return
         if sys.version_info >= (3, 12) and not self._take_tool(library):
             self.failure = "other tools have all numbers of sys.monitoring"
-            return self
+            return
         library.begin_recording(self._plan, self._handler, Tensor, NULL, _disable(), self._is_followed)
         starts, stops = self._of_collector  # made before, as to make one may start a collection
         gc.callbacks.append(stops)
@@ -77,9 +89,8 @@ class InstructionSession:
             _monitoring().restart_events()  # of code that was of no interest by then
             events = _monitoring().events
             _monitoring().set_events(self._tool, events.PY_START | events.PY_RESUME)
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def _stop(self) -> None:
         library = _native.load("core")
         if self.failure or library is None:
             return

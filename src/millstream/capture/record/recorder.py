@@ -129,7 +129,7 @@ class Recorder:
     ) -> None:
         self._wanted = wanted
         self._is_followed, self._starts_threads = is_followed, False
-        self._session = InstructionSession(self._see, self._follows, self._begins)
+        self._session = InstructionSession()
         self._new: set[int] = set()  # by id, objects that the step has made, and that the collector knows
         self._before: set[int] = set()  # by id, others that were there before
         self._roots = [*roots]
@@ -250,7 +250,10 @@ class Recorder:
             return
         is_whole, self._is_recording = False, True
         try:
-            with _ids_of_new() as (self._new, self._has_made), self._session:
+            with (
+                _ids_of_new() as (self._new, self._has_made),
+                self._session.telling(self._see, self._follows, self._begins),
+            ):
                 yield
             is_whole = True
         finally:

@@ -74,6 +74,10 @@ class Twins:
                 for key in vars(tensor).keys() - attributes:
                     del vars(tensor)[key]
                 vars(tensor).update(attributes)  # never without those of before: other threads read them
+            # What has watched the trace is full of cycles: nobody's batch is to live until they are collected.
+            self.tensors, self.fakes, self._attributes = (), [], []
+            self._fake_of.clear()
+            self._real_of.clear()
 
     def holds(self, tensor: Any) -> bool:
         """Whether a tensor of the user's has a twin."""

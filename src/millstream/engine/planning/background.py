@@ -23,7 +23,7 @@ class Background(Generic[Result]):
     Args:
         steps: The work; it yields before each piece.
         clock: Seconds.
-        share: Of the time.
+        share: Of the time; ``SHARE`` if not given.
         longest: Seconds that the first piece is taken to last.
 
     Attributes:
@@ -36,13 +36,13 @@ class Background(Generic[Result]):
         steps: Generator[None, None, Result],
         clock: Callable[[], float] = time.monotonic,
         *,
-        share: float = SHARE,
+        share: float | None = None,
         longest: float = 0.0,
     ) -> None:
         self.result: Result | None = None
         self.is_over = False
         self._steps, self._clock = steps, clock
-        self._since, self._share = clock(), share
+        self._since, self._share = clock(), SHARE if share is None else share
         self._spent, self._longest = 0.0, longest
 
     @property

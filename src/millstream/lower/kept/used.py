@@ -26,7 +26,7 @@ def note_tuners(tuners: Iterable[Any]) -> None:
     """Triton kernels were compiled, or found in Triton's cache."""
     for tuner in tuners:
         with suppress(AttributeError, TypeError, KeyError):  # not as upstream's used to be
-            device = tuner.triton_meta.get("device", 0)
+            device = tuner.device_props.index or 0
             for result in tuner.compile_results:
                 folder = Path(triton_cache_dir(device)) / triton_hash_to_path_key(result.kernel.hash)
                 _compiled[device, folder] = None
