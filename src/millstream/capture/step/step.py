@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from millstream._torch.active_modes import ambient
 from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.dispatcher import FORWARD_AD, innermost_transform
-from millstream._torch.distributed.fully_sharded import any_sharded, reshard_left
+from millstream._torch.distributed.fully_sharded import LEFT_WHOLE, any_sharded, reshard_left
 from millstream._torch.distributed.wrappers import watch_wrapping
 from millstream._torch.hooks import OwnHook
 from millstream._torch.switches import present
@@ -258,7 +258,8 @@ class Step(Generic[P, R]):
             return self.function(*args, **kwargs)
         if innermost_transform() is not None or FORWARD_AD._current_level >= 0:
             return self._run_within_transform(args, kwargs)
-        reshard_left()
+        if LEFT_WHOLE:
+            reshard_left()
         with self._lock.lock:  # a call reads numbers, runs and writes numbers before the next one does
             usual = self._cache.usual if not self.check else None
             if usual is not None and usual.specs is not None and not kwargs:
