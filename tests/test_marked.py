@@ -7,6 +7,14 @@ import pytest
 from millstream.signals import signals_wait, undisturbed
 
 
+@pytest.fixture(autouse=True)
+def _interrupts():
+    """As Python has them: a shell starts what runs in the background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_what_is_soon_over_ends_before_an_interrupt_of_what_takes_long():
     done = []
 

@@ -118,7 +118,8 @@ def test_steps_give_the_bits_of_one_device(engine, devices):
     _, expected = train(engine=engine)
     step, found = train(engine=engine, devices=devices)
     assert is_the_same(found, expected)
-    assert devices_of(step) == [devices]
+    (used,) = devices_of(step)
+    assert {"cpu:0"} < {*used} <= {*devices}  # a third is used where the times that were measured say so
     (executable,) = executables(step)
     graph = executable.plan.graph
     assert {b.device for b in graph.buffers if b.role is Role.STATE} == {"cpu:0"}

@@ -250,7 +250,7 @@ class Step(Generic[P, R]):
         """A step defined in a class is a method."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:  # noqa: C901  a call changes file at most 14 times
         """Run the step."""
         if (
             torch.compiler.is_compiling() and is_compiling()
@@ -666,9 +666,10 @@ class Step(Generic[P, R]):
                 return request, traced
             except FoundLate as late:
                 roots.append((late.name, late.value))
-                where = late.where
+                where = late.where or late.name
                 found = discover(roots)
             except NumbersChanged as changed:
+                where = ", ".join(str(location) for location in changed.locations)
                 self._state.note_counts(found, changed.locations)
             except TypesCompared as compared:
                 if dimensions or any(number.location in self._state.lifted for number in request.numbers):
