@@ -137,6 +137,16 @@ def keys_of(value: Any) -> tuple[Any, ...]:
     return keys if {*map(type, keys)} <= {str} else tuple(PlainValue(type(key), key) for key in keys)
 
 
+def without_order(structure: Structure) -> Structure:
+    """The same with the items of sets in an order that only they decide: a copy of a set may have another one."""
+    if type(structure) is not Container:
+        return structure
+    children = [without_order(child) for child in structure.children]
+    if issubclass(structure.type, set | frozenset):
+        children[: structure.num_items] = sorted(children[: structure.num_items], key=repr)
+    return structure._replace(children=tuple(children))
+
+
 def tree_unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
     """Build a value of ``structure`` with these in the places of its leaves.
 

@@ -148,7 +148,15 @@ from millstream.room import with_room
 from millstream.signals import signals_wait
 from millstream.tree.containers import containers_in
 from millstream.tree.flatten import tree_flatten
-from millstream.tree.spec import PlainValue, Reference, Structure, replace_numbers, tree_unflatten, walk
+from millstream.tree.spec import (
+    PlainValue,
+    Reference,
+    Structure,
+    replace_numbers,
+    tree_unflatten,
+    walk,
+    without_order,
+)
 
 _WANTED = (*GENERATORS, IOBase, Optimizer, GradScaler, BuiltinFunctionType, MethodType)
 """Classes of objects that are looked at before the step uses them, and of what may be their methods, or clocks."""
@@ -738,7 +746,8 @@ class _Tracer:
     def _check_arguments(self, given: Any, before: Structure) -> None:
         """Refuse changes of containers among the arguments: the function was given copies of them."""
         structure, leaves = tree_flatten(given, opened=self.request.opened, held=self._held())
-        if structure != before or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
+        is_same = structure == before or without_order(structure) == without_order(before)
+        if not is_same or [*map(id, leaves)] != [*map(id, self.request.arguments)]:
             raise CaptureError(
                 "The step changes a container or an object among its arguments, which a graph would not do again.",
                 remedy="Return what it would put there.",
