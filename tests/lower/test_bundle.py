@@ -17,8 +17,8 @@ SCRIPT = """
 import torch
 import millstream as ms
 
+torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh())
-torch.nn.init.ones_(model[0].weight)
 optimizer = torch.optim.SGD(model.parameters(), 0.5)
 
 @ms.step(strict=True)
@@ -82,11 +82,14 @@ def written(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
 
 
-def test_an_empty_machine_compiles_nothing(tmp_path, monkeypatch):
+def test_an_empty_machine_compiles_no_kernel(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "key").write_text("secret\n")
-    compiler = tmp_path / "c++"  # PyTorch asks each process's for its version
-    compiler.write_text(f'#!/bin/sh\n[ -e {tmp_path}/broken ] && [ $# -gt 1 ] && exit 1\nexec g++ "$@"\n')
+    compiler = tmp_path / "c++"  # PyTorch asks each process's for its version, and has it read a header
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *.hpp*) ;; *) [ -e {tmp_path}/broken ] && [ $# -gt 1 ] && exit 1 ;; esac\n'
+        'exec g++ "$@"\n'
+    )
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # which PyTorch would compile something to find out
