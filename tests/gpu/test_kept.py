@@ -1,7 +1,5 @@
 """Programs on disk, on a GPU: what is found has the kernels and the bits of what was lowered."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -103,7 +101,7 @@ def test_what_travels_is_not_compiled_again(tmp_path, monkeypatch):
         return output_of(TRAVELLING + program).strip()
 
     def kernels():
-        return sorted(path.name for path in Path(tmp_path / "here" / "inductor" / "triton").glob("*/*/*.cubin"))
+        return sorted(path.name for path in (tmp_path / "here" / "inductor" / "triton").glob("*/*/*.cubin"))
 
     expected = run("there", f"take_steps()\nassert ms.save_programs({file!r})")
     run("here", f"assert ms.load_programs({file!r})")

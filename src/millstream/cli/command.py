@@ -244,7 +244,7 @@ def _add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     export.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     take = files.add_parser(
         "import",
-        help="take in such a file, so that nothing in it is compiled here",
+        help="take in such a file, so that its programs are not compiled here",
         description="Put the programs of FILE into the cache. It holds code that is run: take in only what you would "
         "install a package from.",
     )

@@ -108,6 +108,8 @@ _FORGETS_ORDER = frozenset(
 _COMPARING = frozenset("index count remove __contains__ contains countOf indexOf eq ne __eq__ __ne__".split())
 _OF_SET_ALONE = frozenset({"update", "__init__", "__new__", "copy", "__or__", "__ior__"})
 _SHOWING = frozenset({"str", "repr", "format", "print", "ascii", "format_map", "__str__", "__repr__", "__format__"})
+_LAST = {str: "\xff", bytes: b"\xff"}
+"""Of texts with one character, the last that is one object in the whole process."""
 _DEPTH = 4
 _MOST_ITEMS = 1000
 _SETS = (set, frozenset)
@@ -219,7 +221,7 @@ def of_identity(one: Any, other: Any) -> str:
     kind = type(one)
     if kind is not type(other) or kind not in (int, float, complex, str, bytes, tuple, range, torch.Size):
         return ""
-    if (kind is int and -5 <= one <= 256) or (kind in (str, bytes, tuple) and len(one) < 2 and kind is not tuple):
+    if (kind is int and -5 <= one <= 256) or (kind in (str, bytes) and len(one) < 2 and one <= _LAST[kind]):
         return ""
     if kind in (tuple, torch.Size):
         return "whether two tuples are one" if len(one) == len(other) > 0 else ""

@@ -105,17 +105,17 @@ def load(path: Path, key: bytes | None = None) -> Taken:
 
     Raises:
         ArgumentError: It is no bundle, is damaged, was made for another machine or other versions, or is not signed
-            with the key. Nothing is written then.
+            with the key. Nothing is written then. Or the caches cannot be written.
         OSError: It cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as bundle:
+            if sum(each.file_size for each in bundle.infolist()) > MOST_BYTES:
+                raise ArgumentError(f"{path} holds more than {MOST_BYTES >> 30} GiB.")
             manifest = bundle.read(MANIFEST)
             _check_signature(path, bundle, manifest, key)
             said = json.loads(manifest)
             _check_machine(path, said)
-            if sum(each.file_size for each in bundle.infolist()) > MOST_BYTES:
-                raise ArgumentError(f"{path} holds more than {MOST_BYTES >> 30} GiB.")
             files = {}
             for name, digest in said["files"].items():
                 if _NAMES.fullmatch(name) is None:
@@ -123,12 +123,15 @@ def load(path: Path, key: bytes | None = None) -> Taken:
                 files[name] = bundle.read(name)
                 if hashlib.sha256(files[name]).hexdigest() != digest:
                     raise ArgumentError(f"{path} is damaged: {name} is not what was written.")
-    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, ArgumentError):
-            raise
+    except ArgumentError:
+        raise
+    except (zipfile.BadZipFile, zlib.error, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise ArgumentError(f"{path} is no file that millstream cache export has written, or is damaged.") from error
     for name, content in files.items():
-        _install(name, content)
+        if not (place := _install(name, content)).exists():
+            raise ArgumentError(
+                f"{place} cannot be written, or others may write to its folder: make that this user's alone."
+            )
     trim(limit_bytes())
     return _count(files)
 
@@ -182,8 +185,8 @@ def _files() -> Iterator[tuple[str, bytes]]:
             yield f"triton/{device}/{folder.name}/{path.name}", content
 
 
-def _install(name: str, content: bytes) -> None:
-    """Write a file where its cache looks for it, unless it is there."""
+def _install(name: str, content: bytes) -> Path:
+    """Write a file where its cache looks for it, unless it is there; where that is."""
     root, *parts = name.split("/")
     if root == "triton":
         folder = Path(triton_cache_dir(int(parts.pop(0))))
@@ -191,10 +194,11 @@ def _install(name: str, content: bytes) -> None:
         folder = cache_folder() if root == "millstream" else Path(cache_dir())
     path = folder.joinpath(*parts)
     if path.exists():
-        return
+        return path
     if root == "triton" and path.suffix == ".json":
         content = content.replace(_HERE.encode(), str(path.parent).encode())
     if path.suffix == ".program":
         write_private(path, content)
     else:
         write(path, content, 0o600)
+    return path
