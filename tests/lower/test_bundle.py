@@ -179,6 +179,13 @@ def test_what_is_damaged_is_refused_whole(file, folder, damage):
     assert not written(folder)
 
 
+def test_a_cache_that_others_can_write_takes_nothing_in(file, folder):
+    (folder / "programs").mkdir(parents=True)
+    (folder / "programs").chmod(0o777)
+    with pytest.raises(ms.ArgumentError, match="cannot be written"):
+        ms.load_programs(file)
+
+
 def test_nothing_to_save_is_said(tmp_path):
     with pytest.raises(ms.ArgumentError, match="no programs to save"):
         ms.save_programs(tmp_path / "run.msc")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import millstream as ms
+from tests import networks
 from tests.capture.worlds import interpret
 
 PROGRAM = """
@@ -127,19 +128,15 @@ def test_a_batch_does_not_live_until_a_collection():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     @ms.step(strict=True)
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    def step(x, y):
+        return networks.train_once(model, optimizer, x, y)
 
-    batches = []
+    batches, classes = [], torch.tensor([0, 1, 1])
     gc.disable()
     try:
         for _ in range(4):
             x = torch.ones(3, 4)
-            step(x)
+            step(x, classes)
             batches.append(weakref.ref(x))
             del x
         assert [batch() for batch in batches] == [None] * 4

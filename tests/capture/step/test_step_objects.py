@@ -160,6 +160,22 @@ def test_sets_of_names_are_compared_by_what_they_hold():
     assert len(step.graphs) == 3  # that of the very first object, and one for each set
 
 
+def test_a_set_is_unchanged_whose_copy_has_another_order():
+    def function(batch):
+        return batch.x * (2 if 7 in batch.fields else 3)
+
+    fields = set()
+    for each in (7, 15):  # of which the one that is added first is gone through last
+        fields.add(each)
+    assert [*set([*fields])] != [*fields]  # noqa: C405
+    batch = Own(torch.randn(3), None)
+    batch.fields = fields
+    step = Step(function, build=interpret, strict=True)
+    for _ in range(3):
+        assert_same(step(batch), function(batch))
+    assert step.graphs
+
+
 def test_methods_of_the_class_are_guarded():
     class Batch:
         def __init__(self, x):
