@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -210,6 +210,24 @@ def same_as_eager(rank, kind, num_steps):
     (graph,) = captured.graphs
     assert graph.num_runs == num_steps - 1
     return len(graph.gm.graph.find_nodes(op="call_function", target=torch.ops.millstream.exchange.default))
+
+
+def of_one_process(rank, num_steps):
+    """A model whose parameters a process divides between itself alone, and clips by their norm."""
+    alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
+
+    def run(wrap):
+        torch.manual_seed(0)
+        net = Net()
+        fully_shard(net, mesh=DeviceMesh.from_group(alone, checks.DEVICE.type))
+        step = wrap(clipping(net, torch.optim.SGD(net.parameters(), 0.1)))
+        return train(step, batches(rank, num_steps)), net
+
+    (expected, theirs), (results, ours) = run(lambda step: step), run(interpreted)
+    torch.testing.assert_close(results, expected)
+    assert_alike(ours, theirs)
+    dist.destroy_process_group(alone)
+    return True
 
 
 def alternating(rank, num_steps):

@@ -15,6 +15,10 @@ def test_eager_calls_go_on_between_replays(pair):
     assert pair.run(checks.alternating, 9) == [[1, 5]] * 2
 
 
+def test_one_process_clips_what_it_has(pair):
+    assert pair.run(checks.of_one_process, 4) == [True, True]
+
+
 def test_checkpoints_are_those_of_eager_steps(pair, tmp_path):
     assert pair.run(checks.through_checkpoint, str(tmp_path)) == [1, 1]
 

@@ -645,7 +645,7 @@ class Step(Generic[P, R]):
         like: StepGraph | None = None,
     ) -> tuple[Request, Traced]:
         """Trace, and again wherever something shows up late; ``like`` a graph that there is, if one is given."""
-        roots, where, num_disturbed, is_plain = list(self._roots(call)), "", 0, False
+        roots, where, last, num_disturbed, is_plain = list(self._roots(call)), "", "", 0, False
         plain: set[Location] = set()
         disturbed: set[Location] = set()
         is_usual = like is None and not dimensions and self._replica is None and not any_sharded()
@@ -666,10 +666,10 @@ class Step(Generic[P, R]):
                 return request, traced
             except FoundLate as late:
                 roots.append((late.name, late.value))
-                where = late.where or late.name
+                where, last = late.where, late.name
                 found = discover(roots)
             except NumbersChanged as changed:
-                where = ", ".join(str(location) for location in changed.locations)
+                last = ", ".join(str(location) for location in changed.locations)
                 self._state.note_counts(found, changed.locations)
             except TypesCompared as compared:
                 if dimensions or any(number.location in self._state.lifted for number in request.numbers):
@@ -688,7 +688,7 @@ class Step(Generic[P, R]):
                 if not is_lifted and other.location.key is not None and is_number(other.location.get()):
                     self._state.note_reads(found, [other.location])
         raise CaptureError(
-            "The step meets ever more that was made outside of it.",
+            f"The step meets ever more that was made outside of it, {last} last.",
             where=where,
             remedy="Make tensors arguments, or make them with PyTorch functions inside of the step.",
         )
