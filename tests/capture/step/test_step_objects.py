@@ -164,16 +164,19 @@ def test_a_set_is_unchanged_whose_copy_has_another_order():
     def function(batch):
         return batch.x * (2 if 7 in batch.fields else 3)
 
-    fields = set()
-    for each in (7, 15):  # of which the one that is added first is gone through last
-        fields.add(each)
-    assert [*set([*fields])] != [*fields]  # noqa: C405
-    batch = Own(torch.randn(3), None)
-    batch.fields = fields
+    def make():
+        batch = Own(torch.randn(3), None)
+        batch.fields = set()
+        for each in (7, 15):  # of which the one that is added first is gone through last
+            batch.fields.add(each)
+        return batch
+
+    assert [*set([*make().fields])] != [*make().fields]  # noqa: C405
     step = Step(function, build=interpret, strict=True)
-    for _ in range(3):
+    for _ in range(4):
+        batch = make()
         assert_same(step(batch), function(batch))
-    assert step.graphs
+    assert len(step.graphs) == 2  # that of the very first object, and one for all others
 
 
 def test_methods_of_the_class_are_guarded():
