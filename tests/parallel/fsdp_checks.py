@@ -213,7 +213,9 @@ def same_as_eager(rank, kind, num_steps):
 
 
 def of_one_process(rank, num_steps):
-    """A model whose parameters a process divides between itself alone, and clips by their norm."""
+    """A model whose parameters a process divides between itself alone, beside one that all processes divide."""
+    _, _, other = make("clipping")
+    train(interpreted(other), batches(rank, num_steps))
     alone = [dist.new_group([each]) for each in range(dist.get_world_size())][rank]
 
     def run(wrap):

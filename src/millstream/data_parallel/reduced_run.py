@@ -100,6 +100,10 @@ class ReducedRun:
         """This process's rows of a parameter under ``fully_shard``, whose gradient becomes the parameter's."""
         return with_gradient(shard)
 
+    def uses_shard(self, shard: Tensor) -> bool:  # noqa: ARG002  for traces
+        """Whether a parameter under ``fully_shard`` may be one of the step's."""
+        return True
+
     def prepare_sharded(self, module: nn.Module) -> None:
         """Agree with all processes on a model under ``fully_shard`` that runs for the first time."""
         agree(module)
@@ -210,12 +214,19 @@ class ReducedRun:
             time = self._count(reducer, "norms")
             with torch.no_grad():
                 return reducer.total_norm(original, gradients, float(norm_type), error_if_nonfinite, foreach, time)
-        shards = [each.grad for unit in units() for parameter in unit.parameters for each in (parameter.tensor,)]
-        known = {id(each): each for each in shards if each is not None}
-        if known.keys().isdisjoint(map(id, gradients)):
+        given = {id(each) for each in gradients}
+        shards = {
+            id(gradient): unit
+            for unit in units()
+            for parameter in unit.parameters
+            if self.uses_shard(parameter.tensor)
+            for gradient in (parameter.tensor.grad,)
+            if id(gradient) in given
+        }
+        if not shards:
             return original(tensors, norm_type, error_if_nonfinite, foreach)
         with torch.no_grad():
-            return self.sharded.total_norm(original, gradients, known, float(norm_type), error_if_nonfinite, foreach)
+            return self.sharded.total_norm(original, gradients, shards, float(norm_type), error_if_nonfinite, foreach)
 
     def clip_gradients(
         self,

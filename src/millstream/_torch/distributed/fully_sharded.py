@@ -198,6 +198,11 @@ def processes_of(module: nn.Module) -> dist.ProcessGroup | None:
     return groups[0].mesh_info.shard_process_group if groups else None
 
 
+def model_of(module: nn.Module) -> object:
+    """The same for all modules under ``fully_shard`` of one model, after its first forward pass has begun."""
+    return _state(module)._state_ctx
+
+
 def precision_of(module: nn.Module) -> Precision:
     """In which dtypes a module computes."""
     policy = _state(module)._mp_policy

@@ -62,6 +62,10 @@ class Shards:
         self._gradients: dict[int, Tensor] = {}  # made in the trace
         self._fail, self._is_trusted = fail, False
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is the user's own, and the trace has a twin of its rows."""
+        return id(tensor) in self._known
+
     @contextmanager
     def trusted(self) -> Iterator[None]:
         """Within the context anything may be done: what is made of it takes account of all processes."""

@@ -36,6 +36,7 @@ from millstream._torch.distributed.fully_sharded import (
     is_shard,
     local_of,
     make_ready,
+    model_of,
     on_device,
     parameters_of,
     precision_of,
@@ -330,7 +331,7 @@ class ShardedRun:
         self,
         original: Callable[..., Tensor],
         gradients: Sequence[Tensor],
-        shards: Mapping[int, Tensor],
+        shards: Mapping[int, Unit],
         norm_type: float,
         error_if_nonfinite: bool,
         foreach: bool | None,
@@ -340,15 +341,22 @@ class ShardedRun:
         Args:
             original: That function.
             gradients: Of which.
-            shards: By id, those that are rows.
+            shards: By id, those that are rows, and whose.
             norm_type: As of ``Norms.total``.
             error_if_nonfinite: Likewise.
             foreach: Likewise.
+
+        Raises:
+            DataParallelError: Not all are divided between the same processes.
         """
+        models = {id(model_of(unit.module)) for unit in shards.values()}
+        known = [unit for unit in units() if unit.parameters and id(model_of(unit.module)) in models]
+        if len({tuple(dist.get_process_group_ranks(unit.group)) for unit in known}) > 1:  # type: ignore[arg-type]
+            raise DataParallelError("Gradients that different processes divide are clipped together; clip each alone.")
         own = [local_of(each) for each in gradients if id(each) in shards and local_of(each).numel()]
         others = [each for each in gradients if id(each) not in shards]
-        like = [parameter.tensor for unit in units() for parameter in unit.parameters]
-        unit = next(unit for unit in units() if unit.parameters)
+        like = [parameter.tensor for unit in known for parameter in unit.parameters]
+        unit = known[0]  # in all processes, also where one has no gradient of it
         if unit.norms is None:  # of one process, whose rows are all there are
             total = original([*own, *others], norm_type, error_if_nonfinite, foreach)
         else:

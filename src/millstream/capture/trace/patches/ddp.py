@@ -85,6 +85,10 @@ class TracedSession(ReducedRun):
         """The twin of a shard is that of this process's rows."""
         return fake_of(shard)  # type: ignore[no-any-return]
 
+    def uses_shard(self, shard: Tensor) -> bool:
+        """Those of other models are left alone: whoever reads one makes it an input of the graph."""
+        return self._functions.shards.holds(shard)
+
     def prepare_sharded(self, module: nn.Module) -> None:
         """Stop: processes agree on it in an eager run."""
         self._report(StateMissing(f"{type(module).__name__}'s shards"))
