@@ -118,7 +118,7 @@ def read_private(path: Path) -> bytes | None:
 
 
 def is_private(path: Path) -> bool:
-    """Whether a file or folder is this user's, is no link, and nobody else can write it."""
+    """Return whether a file or folder is this user's, is no link, and nobody else can write it."""
     try:
         found = path.lstat()
     except OSError:

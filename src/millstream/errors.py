@@ -77,7 +77,7 @@ class CaptureError(MillstreamError):
 
 
 def why_disabled() -> CaptureError | None:
-    """Why nothing is to be captured, if the environment says so."""
+    """Return why nothing is to be captured, if the environment says so."""
     if os.environ.get("MILLSTREAM_DISABLE", "") in ("", "0"):
         return None
     return CaptureError("MILLSTREAM_DISABLE is set: all of it runs as plain Python.", remedy="Unset it.")

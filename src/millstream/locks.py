@@ -44,7 +44,7 @@ class Tracing(ForkSafeLock):
         self._undoing: list[tuple[int, Callable[[], object]]] = []
 
     def is_elsewhere(self) -> bool:
-        """Whether another thread traces now."""
+        """Return whether another thread traces now."""
         if self.lock.acquire(blocking=False):
             self.lock.release()
             return False

@@ -114,7 +114,7 @@ def find(name: str) -> Path | None:
 
 
 def is_ready(name: str) -> bool:
-    """Whether ``load`` need not wait; if not, a thread loads it, in seconds."""
+    """Return whether ``load`` need not wait; if not, a thread loads it, in seconds."""
     return not _loading(name).is_alive()
 
 
@@ -126,7 +126,7 @@ def _loading(name: str) -> threading.Thread:
 
 
 def why_not(name: str) -> str:
-    """Why a module could not be had when it was last asked for, in a few words; empty if it could."""
+    """Return why a module could not be had when it was last asked for, in a few words; empty if it could."""
     return _modules[name].failure
 
 
@@ -155,12 +155,12 @@ def _compile(recipe: build.CompileRecipe, stem: str) -> str:
 
 
 def _find_kept(stem: str) -> Path | None:
-    """What ``_compile`` has made; ``None`` where there is nothing that can be loaded."""
+    """Return what ``_compile`` has made; ``None`` where there is nothing that can be loaded."""
     return next(filter(_is_kept_whole, sorted(cache_folder().glob(f"{stem}_*.so"))), None)
 
 
 def _is_kept_whole(library: Path) -> bool:
-    """Whether it was made by this user, is whole, and for this machine: folders are shared between machines."""
+    """Return whether it was made by this user, is whole, and for this machine: folders are shared between machines."""
     try:
         if not (_is_guarded(library) and _is_guarded(library.parent)):
             return False
@@ -179,7 +179,7 @@ def _is_loadable(library: Path) -> bool:
 
 
 def _is_guarded(path: Path) -> bool:
-    """Whether nobody can write there but this user and the system's."""
+    """Return whether nobody can write there but this user and the system's."""
     state = path.stat()
     return state.st_uid in (0, os.getuid()) and not state.st_mode & stat.S_IWOTH
 

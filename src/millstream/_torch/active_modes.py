@@ -30,7 +30,9 @@ def ambient() -> tuple[Any, ...]:
 
 
 def modes_of_caller() -> tuple[Any, ...]:
-    """What of this thread sees or changes each operator: devices as such, the rest as names; asked in every call.
+    """Return what of this thread sees or changes each operator.
+
+    Devices as such, the rest as names; asked in every call.
 
     Tried on 2.11 and 2.13.
     """

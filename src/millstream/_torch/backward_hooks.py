@@ -58,12 +58,12 @@ def _run_backward(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def is_active(mode: TorchFunctionMode) -> bool:
-    """Whether a mode sees what this thread calls: not while it handles a call itself. Tried on 2.11 and 2.13."""
+    """Return whether a mode sees what this thread calls: not while it handles a call itself. Tried on 2.11 and 2.13."""
     return any(torch._C._get_function_stack_at(i) is mode for i in range(torch._C._len_torch_function_stack()))
 
 
 def reaches_before(roots: Sequence[Any], number: int) -> bool:
-    """Whether a backward from these nodes comes to one that was made before autograd's node of that number."""
+    """Return whether a backward from these nodes comes to one that was made before autograd's node of that number."""
     seen, todo = set(roots), [*roots]
     while todo:
         node = todo.pop()

@@ -32,12 +32,12 @@ _PYTORCHS = frozenset(
 
 
 def is_users(target: Any) -> bool:
-    """Whether an operator is the user's, or a library's: neither PyTorch's nor ours."""
+    """Return whether an operator is the user's, or a library's: neither PyTorch's nor ours."""
     return isinstance(target, torch._ops.OpOverload) and not is_known(target)
 
 
 def is_known(operator: Any) -> bool:
-    """Whether an operator, or all overloads of one, are PyTorch's or ours."""
+    """Return whether an operator, or all overloads of one, are PyTorch's or ours."""
     return str(operator).partition(".")[0] in _PYTORCHS
 
 
@@ -48,7 +48,7 @@ def names_of_overloads(name: str) -> list[str]:
 
 
 def is_composite(operator: Any) -> bool:
-    """Whether an operator is made of others; then its schema need not tell what it writes."""
+    """Return whether an operator is made of others; then its schema need not tell what it writes."""
     name = operator.name()
     if not torch._C._dispatch_has_kernel(name):  # of TorchScript's alone
         return False
@@ -112,7 +112,7 @@ def remove_mode(mode: TorchDispatchMode) -> bool:
 
 
 def is_being_traced() -> bool:
-    """Whether operators of this thread are recorded into a graph rather than run."""
+    """Return whether operators of this thread are recorded into a graph rather than run."""
     if torch.compiler.is_compiling():
         return True
     if not num_modes():
@@ -124,7 +124,7 @@ def is_being_traced() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether operators are being transformed, as by ``torch.func.grad``."""
+    """Return whether operators are being transformed, as by ``torch.func.grad``."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -136,7 +136,7 @@ FORWARD_AD: Any = forward_ad
 
 
 def is_differentiated_outside() -> bool:
-    """Whether what this thread calls is being transformed, or a level of forward-mode differentiation is open.
+    """Return whether what this thread calls is being transformed, or a level of forward-mode differentiation is open.
 
     Asked in every call. Tried on 2.11 and 2.13.
     """

@@ -95,7 +95,7 @@ def optimizer_steps_seen(
 
 
 def runs_foreach(group: dict[str, Any]) -> bool:
-    """Whether an eager optimizer takes its foreach form for a parameter group. Tried on 2.11 and 2.13."""
+    """Return whether an eager optimizer takes its foreach form for a parameter group. Tried on 2.11 and 2.13."""
     if group.get("fused") or group.get("foreach") is not None:
         return not group.get("fused") and bool(group["foreach"])
     devices = _get_foreach_kernels_supported_devices()
@@ -103,7 +103,7 @@ def runs_foreach(group: dict[str, Any]) -> bool:
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Whether the user registered a hook on ``tensor`` that runs during backward. Tried on 2.11 and 2.13."""
+    """Return whether the user registered a hook on ``tensor`` that runs during backward. Tried on 2.11 and 2.13."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
@@ -113,7 +113,7 @@ def hook_leaf(leaf: Tensor, hook: Callable[[Tensor], Any]) -> None:
 
 
 def has_accumulation_hooks(tensor: Tensor) -> bool:
-    """Whether a hook is registered on the node that accumulates the gradient of ``tensor``, as Horovod does.
+    """Return whether a hook is registered on the node that accumulates the gradient of ``tensor``, as Horovod does.
 
     Such a node shows its hooks only to code that registers one. Tried on 2.11 and 2.13.
     """
@@ -134,12 +134,12 @@ def _do_nothing(*_: Any) -> None:
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether the user registered a hook on ``module`` that runs during backward. Tried on 2.11 and 2.13."""
+    """Return whether the user registered a hook on ``module`` that runs during backward. Tried on 2.11 and 2.13."""
     return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
 
 
 def has_global_backward_hooks() -> bool:
-    """Whether the user registered one on all modules. Tried on 2.11 and 2.13."""
+    """Return whether the user registered one on all modules. Tried on 2.11 and 2.13."""
     return bool(nn_module._global_backward_hooks) or bool(nn_module._global_backward_pre_hooks)
 
 

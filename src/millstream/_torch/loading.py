@@ -23,7 +23,7 @@ FETCHES: tuple[tuple[type, str], ...] = ((fetch._MapDatasetFetcher, "fetch"), (f
 
 
 def makes_in_process(iterator: Any) -> bool:
-    """Whether a DataLoader's iterator makes batches where it is asked for them."""
+    """Return whether a DataLoader's iterator makes batches where it is asked for them."""
     return isinstance(iterator, dataloader._SingleProcessDataLoaderIter)
 
 
@@ -33,7 +33,7 @@ def workers_of(iterator: Any) -> int:
 
 
 def item_maker(iterator: Any) -> Callable[..., Any] | None:
-    """What makes an item: the data set's ``__getitem__``, or its ``__iter__``; the innermost of subsets."""
+    """Return what makes an item: the data set's ``__getitem__``, or its ``__iter__``; the innermost of subsets."""
     dataset = getattr(iterator, "_dataset", None)
     for _ in range(8):
         inner = getattr(dataset, "dataset", None)
@@ -63,7 +63,7 @@ def find_loader(source: Any) -> DataLoader[Any] | None:
 
 
 def _held_by(source: Any) -> Iterable[Any]:
-    """What a source may iterate over."""
+    """Return what a source may iterate over."""
     held: Iterable[Any] = ()
     if isinstance(source, FunctionType):
         with suppress(ValueError):  # of a variable that has no value yet
@@ -81,7 +81,7 @@ def _held_by(source: Any) -> Iterable[Any]:
 
 
 def has_known_samplers(loader: DataLoader[Any]) -> bool:
-    """Whether its samplers are PyTorch's, which draw from global generators once, when they are first asked.
+    """Return whether its samplers are PyTorch's, which draw from global generators once, when they are first asked.
 
     Others may draw in ``__iter__``, which is called twice where workers start, and the seed for them is drawn between;
     or for each batch, of which workers are sent some ahead.
@@ -92,7 +92,7 @@ def has_known_samplers(loader: DataLoader[Any]) -> bool:
 
 
 def has_workers(loader: DataLoader[Any]) -> bool:
-    """Whether the next pass uses worker processes of one before, and so draws no seed for them."""
+    """Return whether the next pass uses worker processes of one before, and so draws no seed for them."""
     return bool(loader.persistent_workers and loader.num_workers) and loader._iterator is not None
 
 

@@ -10,12 +10,15 @@ from torch.utils import _pytree
 
 
 def is_registered(kind: type) -> bool:
-    """Whether ``torch.utils._pytree`` takes objects of a class apart."""
+    """Return whether ``torch.utils._pytree`` takes objects of a class apart."""
     return kind in _pytree.SUPPORTED_NODES
 
 
 def find_take_apart(kind: type) -> Callable[[Any], tuple[Sequence[Any], Callable[[Sequence[Any]], Any]]] | None:
-    """What lists the parts of an object of a class, and says how to make one of others; ``None`` if nobody knows."""
+    """Return what lists the parts of an object of a class, and says how to make one of others.
+
+    ``None`` if nobody knows.
+    """
     node = _pytree.SUPPORTED_NODES.get(kind)
     return None if node is None else partial(_take_apart, node.flatten_fn, node.unflatten_fn)
 

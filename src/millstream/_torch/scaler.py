@@ -53,5 +53,5 @@ def _written_by(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def is_idle(scaler: GradScaler) -> bool:
-    """Whether nothing was unscaled or stepped since the last ``update``."""
+    """Return whether nothing was unscaled or stepped since the last ``update``."""
     return all(state["stage"] is OptState.READY for state in scaler._per_optimizer_states.values())

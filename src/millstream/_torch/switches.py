@@ -65,7 +65,10 @@ class Switch:
     is_there: bool = True
 
     def in_effect(self, value: Hashable) -> Hashable:
-        """What a value that was read means: an operator whose precision nobody has set computes in full precision."""
+        """Return what a value that was read means.
+
+        An operator whose precision nobody has set computes in full precision.
+        """
         is_unset = value == "none" and self.decides is Decides.PRODUCTS
         return "ieee" if is_unset else value
 
@@ -285,7 +288,7 @@ ASKS_PRECISION = torch.get_float32_matmul_precision
 
 
 def precision_told_by(ask: Callable[[], str]) -> str | None:
-    """What a getter of the older form gives; ``None`` where it raises, as the newer form is in use besides."""
+    """Return what a getter of the older form gives; ``None`` where it raises, as the newer form is in use besides."""
     try:
         return ask()
     except RuntimeError:

@@ -71,7 +71,7 @@ def allocator(device: torch.device) -> Callable[[Any, Any, torch.dtype], torch.T
 
 
 def same_addresses(tensors: list[Any], addresses: list[int | None], positions: list[int]) -> bool:
-    """Whether ``tensors[i]`` lies at ``addresses[i]`` for every i in ``positions``: some 75 ns a tensor.
+    """Return whether ``tensors[i]`` lies at ``addresses[i]`` for every i in ``positions``: some 75 ns a tensor.
 
     Only CUDA builds of PyTorch have it.
     """
@@ -119,12 +119,18 @@ def real_tensors() -> AbstractContextManager[Any]:
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has values, rather than being fake or a wrapper of ``torch.func``. Tried on 2.11 and 2.13."""
+    """Return whether ``tensor`` has values, rather than being fake or a wrapper of ``torch.func``.
+
+    Tried on 2.11 and 2.13.
+    """
     return not isinstance(tensor, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_unknown(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is fake and no constant of the program: its values are not known. Tried on 2.11 and 2.13."""
+    """Return whether ``tensor`` is fake and no constant of the program.
+
+    Its values are not known. Tried on 2.11 and 2.13.
+    """
     return isinstance(tensor, FakeTensor) and tensor.constant is None
 
 
@@ -133,7 +139,7 @@ asks_device = torch.ops.prim.device.default
 
 
 def device_of_fake(tensor: FakeTensor) -> torch.device:
-    """What ``asks_device`` is answered, as by the mode of fake tensors itself. Tried on 2.11 and 2.13."""
+    """Return what ``asks_device`` is answered, as by the mode of fake tensors itself. Tried on 2.11 and 2.13."""
     return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
 
 
@@ -143,7 +149,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def is_same_view(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors, fake or not, are the same part of the same memory."""
+    """Return whether two tensors, fake or not, are the same part of the same memory."""
     return (
         storage_id(left) == storage_id(right)
         and left.storage_offset() == right.storage_offset()
@@ -152,7 +158,7 @@ def is_same_view(left: Tensor, right: Tensor) -> bool:
 
 
 def has_shared_memory(tensor: Tensor) -> bool:
-    """Whether another tensor has its memory, too, or part of it. Tried on 2.11 and 2.13."""
+    """Return whether another tensor has its memory, too, or part of it. Tried on 2.11 and 2.13."""
     if tensor.layout is not torch.strided:
         return False
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)  # it, and what Python sees of it

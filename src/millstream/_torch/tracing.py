@@ -379,7 +379,7 @@ class NewInputs:
 
 
 def is_higher_order(operator: Any) -> bool:
-    """Whether an operator is one that takes functions, such as ``torch.cond``. Tried on 2.11 and 2.13."""
+    """Return whether an operator is one that takes functions, such as ``torch.cond``. Tried on 2.11 and 2.13."""
     return isinstance(operator, torch._ops.HigherOrderOperator)
 
 
@@ -392,7 +392,7 @@ def run_apart(function: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def is_recorded() -> Callable[[Tensor], bool]:
-    """Whether the graph being traced has a tensor; asked later, too. Tried on 2.11 and 2.13."""
+    """Return whether the graph being traced has a tensor; asked later, too. Tried on 2.11 and 2.13."""
     mode = get_proxy_mode()
     assert mode is not None
     tracer = mode.tracer
@@ -438,7 +438,7 @@ _STRICT: dict[str, Any] = {"allow_scalar_outputs": False, "allow_dynamic_output_
 
 
 def root_being_traced() -> torch.nn.Module:
-    """What has the functions that operators of the graph being traced are given. Tried on 2.11 and 2.13."""
+    """Return what has the functions that operators of the graph being traced are given. Tried on 2.11 and 2.13."""
     mode: Any = get_proxy_mode()
     assert mode is not None
     return mode.tracer.root  # type: ignore[no-any-return]

@@ -110,7 +110,7 @@ def without(issues: Iterable[str]) -> Iterator[None]:
 
 
 def is_off(name: str) -> bool:
-    """Whether a workaround, or one of ``PARTS``, is switched off."""
+    """Return whether a workaround, or one of ``PARTS``, is switched off."""
     return name in left_out()
 
 

@@ -177,7 +177,7 @@ def _compiler(settings: Settings, name: str) -> Compiler:
 
 
 def _compiled_by(model: Callable[..., Any]) -> str | None:
-    """What has compiled a module or function already; ``None`` for one that is as the user wrote it."""
+    """Return what has compiled a module or function already; ``None`` for one that is as the user wrote it."""
     if isinstance(model, Compiled) or issubclass(type(model), CompiledModule):
         return "ms.compile"
     if isinstance(model, Step):
@@ -208,7 +208,7 @@ def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
 
 
 def improving(lowered: Lowered, settings: Settings, make: Callable[[Lowered], Engine]) -> Engine | Improving:
-    """What runs a program, and tries alternatives to its kernels where there may be some."""
+    """Return what runs a program, and tries alternatives to its kernels where there may be some."""
 
     def make_variant(variant: Lowered, usual: Engine) -> Engine:  # with as many streams: no plans are tried for it
         scheduling = replace(settings.scheduling, streams=settings.scheduling.streams or usual.num_streams)

@@ -30,7 +30,7 @@ def version_report() -> str:
 
 
 def facts() -> dict[str, str]:
-    """What the report says, by name."""
+    """Return what the report says, by name."""
     from millstream import __version__  # which offers this: importing it above would be a circle
 
     found = {

@@ -145,7 +145,7 @@ def _report(executable: Engine, effects: Sequence[str] = (), *, measure: bool = 
 
 
 def _communications(compiled: Any, *, measure: bool) -> tuple[CommunicationReport, ...]:
-    """What each graph of a step exchanges; nothing of one that makes no single program to tell of."""
+    """Return what each graph of a step exchanges; nothing of one that makes no single program to tell of."""
     reports = []
     for engine in _agreed(compiled):
         with contextlib.suppress(LoweringError):
@@ -195,7 +195,10 @@ def executables(compiled: Any) -> list[Engine]:
 
 
 def exchanges(step: Any) -> list[Any]:
-    """What a step exchanges between processes, in the order in which that begins: empty where it exchanges nothing."""
+    """Return what a step exchanges between processes, in the order in which that begins.
+
+    Empty where it exchanges nothing.
+    """
     return [each for engine in _agreed(step) for each in engine.segmented.exchanges]
 
 
@@ -208,7 +211,7 @@ def _agreed(step: Any) -> list[AgreedEngine]:
 
 
 def is_compiled(value: Any) -> bool:
-    """Whether ``explain`` takes it: it is what ``ms.compile`` or ``ms.step`` returned."""
+    """Return whether ``explain`` takes it: it is what ``ms.compile`` or ``ms.step`` returned."""
     function = _function_of(value)
     return isinstance(function, (Step, Compiled)) or issubclass(type(function), CompiledModule)
 
@@ -218,18 +221,18 @@ def _behind(graph: StepGraph) -> Sequence[Engine]:
 
 
 def _flat(made: Iterable[Engine | BySize | Improving]) -> list[Engine]:
-    """Those of programs for many sizes, too."""
+    """Return those of programs for many sizes, too."""
     present = map(_present, made)
     return [one for executable in present for one in (executable if isinstance(executable, BySize) else [executable])]
 
 
 def _present(made: Any) -> Any:
-    """What runs at present where alternatives are tried."""
+    """Return what runs at present where alternatives are tried."""
     return made.current if isinstance(made, Improving) else made
 
 
 def _function_of(compiled: Any) -> Any:
-    """What stands behind a bound method."""
+    """Return what stands behind a bound method."""
     return compiled.__func__ if isinstance(compiled, types.MethodType) else compiled
 
 

@@ -100,7 +100,10 @@ _CALLED = (*_MODELS, *(f"{_LIBRARY[0]}/{part}" for part in ("autograd/", "utils/
 
 @functools.cache
 def is_users(filename: str) -> bool:
-    """Whether code in ``filename`` is the user's or that of a library of theirs: not Python's, PyTorch's or ours."""
+    """Return whether code in ``filename`` is the user's or that of a library of theirs.
+
+    Not Python's, PyTorch's or ours.
+    """
     if filename.startswith("<frozen") or is_ours(filename):
         return False
     path = str(Path(filename).resolve())
@@ -109,19 +112,19 @@ def is_users(filename: str) -> bool:
 
 @functools.cache
 def is_ours(filename: str) -> bool:
-    """Whether code in ``filename`` is PyTorch's or ours."""
+    """Return whether code in ``filename`` is PyTorch's or ours."""
     return str(Path(filename).resolve()).startswith(_LIBRARY)
 
 
 @functools.cache
 def is_part_of_project(filename: str) -> bool:
-    """Whether code in ``filename`` is this library's own."""
+    """Return whether code in ``filename`` is this library's own."""
     return Path(filename).resolve().is_relative_to(_MILLSTREAM)
 
 
 @functools.cache
 def is_called_by_models(filename: str) -> bool:
-    """Whether code is PyTorch's, and runs in a step as it is, rather than within operators or tracing."""
+    """Return whether code is PyTorch's, and runs in a step as it is, rather than within operators or tracing."""
     path = Path(filename).resolve()
     is_at_top = str(path.parent) == _LIBRARY[0] and path.name not in _OF_TRACING
     return is_at_top or str(path).startswith(_CALLED)
@@ -132,27 +135,27 @@ _OF_TRACING = ("overrides.py", "_ops.py", "library.py", "_compile.py")
 
 @functools.cache
 def is_millstreams(filename: str) -> bool:
-    """Whether code in ``filename`` is ours."""
+    """Return whether code in ``filename`` is ours."""
     return str(Path(filename).resolve()).startswith(str(_MILLSTREAM))
 
 
 @functools.cache
 def is_pythons(filename: str) -> bool:
-    """Whether code in ``filename`` belongs to Python's own library."""
+    """Return whether code in ``filename`` belongs to Python's own library."""
     path = str(Path(filename).resolve())
     return filename.startswith("<frozen") or (path.startswith(_STDLIB) and not path.startswith(_SITE))
 
 
 @functools.cache
 def is_users_own(filename: str) -> bool:
-    """Whether code in ``filename`` is the user's, and not that of a library."""
+    """Return whether code in ``filename`` is the user's, and not that of a library."""
     path = Path(filename).resolve()
     is_installed = str(path).startswith(_SITE) or any(map(path.is_relative_to, _packages_elsewhere()))
     return is_users(filename) and not is_installed
 
 
 def may_be_caught() -> bool:
-    """Whether an error in what the traced step does now would come to code of the step that catches it."""
+    """Return whether an error in what the traced step does now would come to code of the step that catches it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_part_of_project(frame.f_code.co_filename):
         frame = frame.f_back
@@ -165,7 +168,7 @@ def may_be_caught() -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _caught_in(code: CodeType) -> list[tuple[int, int]]:
-    """Where code is within ``try``, from one offset to another."""
+    """Return where code is within ``try``, from one offset to another."""
     bytecode = dis.Bytecode(code)
     entries = bytecode.exception_entries  # type: ignore[attr-defined]  # pyrefly: ignore[missing-attribute]
     if not entries:
@@ -191,7 +194,7 @@ def _is_boundary(code: CodeType) -> bool:
 
 
 def _frames_of_step() -> Iterator[FrameType]:
-    """What runs of the step, innermost first."""
+    """Yield what runs of the step, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_boundary(frame.f_code):
         yield frame
@@ -253,7 +256,7 @@ def library_in(place: str) -> str:
 
 
 def in_library(library: str) -> str:
-    """What to do about a line of a library that cannot be edited."""
+    """Return what to do about a line of a library that cannot be edited."""
     return (
         f"Where {library} cannot be edited, look for an option of its that leaves this out, or compile the parts of "
         "the model that do without: ms.compile(model.part)."
@@ -322,7 +325,7 @@ def place_of(error: BaseException) -> str:
 
 
 def is_of_call(error: BaseException) -> bool:
-    """Whether the step's arguments are others than its function takes: no line of it has run."""
+    """Return whether the step's arguments are others than its function takes: no line of it has run."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return isinstance(error, TypeError) and bool(frames) and _is_boundary(frames[-1].f_code)
 

@@ -327,7 +327,7 @@ class Compiled:
             self.compiler.warn(f"new forms of inputs run as plain Python. {_takes_no_more()}")
 
     def _call_for(self, hooks: tuple[int, ...]) -> Callable[..., Any]:
-        """What to call with these hooks. Dynamo takes what it captured for one backend for no other."""
+        """Return what to call with these hooks. Dynamo takes what it captured for one backend for no other."""
         if isinstance(self._function, _SCRIPTED):
             return self._function
         if hooks not in self._calls:
@@ -384,7 +384,7 @@ class Compiled:
 
 
 def _find_scripted(function: Callable[..., Any]) -> str:
-    """Why Dynamo does not see into a function or a part of a module, if ``torch.jit`` has made it."""
+    """Return why Dynamo does not see into a function or a part of a module, if ``torch.jit`` has made it."""
     parts = function.named_modules() if isinstance(function, torch.nn.Module) else [("", function)]
     for path, part in parts:
         if isinstance(part, _SCRIPTED):
@@ -396,7 +396,7 @@ def _find_scripted(function: Callable[..., Any]) -> str:
 
 
 def _guess_obstacles(root: torch.nn.Module) -> list[str]:
-    """Why Dynamo may capture nothing: it says so only when it first meets a function, maybe in another model."""
+    """Return why Dynamo may capture nothing: it says so only when it first meets a function, maybe in another model."""
     parts = [part for part in root.modules() if isinstance(part, torch.nn.RNNBase)]
     if parts:
         return [f"Dynamo does not trace nn.{type(parts[0]).__name__}, but ms.step takes it"]
@@ -432,7 +432,7 @@ _EXPLANATION = re.compile(r"^ *Explanation: *(\S.*)$", re.MULTILINE)
 
 
 def _place_in(stack: Sequence[Any]) -> tuple[str, str]:
-    """Where Dynamo was, and what to do if that is a library: each begins with a space, or is empty."""
+    """Return where Dynamo was, and what to do if that is a library: each begins with a space, or is empty."""
     frames = [(each.filename, f"{each.lineno} in {each.name}") for each in reversed(stack)]
     users = [each for each in frames if is_users(each[0])]
     found = users or [each for each in frames if "/torch/_dynamo/" not in each[0]][:1]
@@ -492,7 +492,10 @@ class CompiledModule(torch.nn.Module):
         return method
 
     def _compiled_forward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """What ``model.forward`` is: compiled as a call is, where there are no hooks, which a call alone runs."""
+        """Return what ``model.forward`` is.
+
+        Compiled as a call is, where there are no hooks, which a call alone runs.
+        """
 
         @functools.wraps(plain)
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -89,7 +89,7 @@ class Places:
         return self.find()
 
     def is_same(self, other: Places) -> bool:
-        """Whether both are known to touch the same element at every point of one loop."""
+        """Return whether both are known to touch the same element at every point of one loop."""
         if self.key == other.key:
             return True
         ours, theirs = self.extent, other.extent
@@ -100,7 +100,7 @@ class Places:
         )
 
     def meets(self, other: Places) -> bool:
-        """Whether there may be an element in both."""
+        """Return whether there may be an element in both."""
         ours, theirs = self.extent, other.extent
         if ours.last < theirs.first or theirs.last < ours.first or not ours.num_elements or not theirs.num_elements:
             return False
@@ -109,7 +109,7 @@ class Places:
         return bool(np.intersect1d(ours.elements, theirs.elements).size)
 
     def stays_apart(self, other: Places) -> bool:
-        """Whether no element of an iteration is one of ``other``'s in another iteration of the same loop.
+        """Return whether no element of an iteration is one of ``other``'s in another iteration of the same loop.
 
         Where one has several iterations for each of the other's, as for the items of a sum, those go together.
         """
@@ -143,7 +143,7 @@ def _merged(loops: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _crosses_rows(ours: np.ndarray, theirs: np.ndarray) -> bool:
-    """Whether an element of one table is in another row of the other one."""
+    """Return whether an element of one table is in another row of the other one."""
     rows = np.repeat(np.arange(len(theirs)), theirs.shape[1])
     elements = theirs.reshape(-1)
     order = np.lexsort((rows, elements))

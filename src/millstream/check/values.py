@@ -135,7 +135,7 @@ _Written = tuple[MemoryWrite, _Place]
 
 
 def _misreads(read: MemoryRead, at: _Place, writes: Sequence[_Written]) -> list[Misread]:
-    """What is wrong with a read of some memory: nothing if one of the versions that it may mean is there."""
+    """Return what is wrong with a read of some memory: nothing if one of the versions that it may mean is there."""
     faults: list[Misread] = []
     for meant in sorted(read.meant):  # of the last one is told
         faults = [
@@ -160,7 +160,7 @@ def _misordered(writes: Sequence[_Written]) -> Iterator[Misread]:
 
 
 def _fault(ours: Places, here: _Place, theirs: Places, there: _Place, *, is_meant: bool) -> Fault | None:
-    """What is wrong with an access where an operation writes, given whether what that writes is meant."""
+    """Return what is wrong with an access where an operation writes, given whether what that writes is meant."""
     if here.operation is there.operation and here.operation.is_opaque:
         return None
     if here.nest == there.nest and here.operation.part != there.operation.part:

@@ -105,7 +105,7 @@ def _say(taken: Taken, where: Path) -> None:
 
 
 def _secret(path: Path | None) -> bytes | None:
-    """What a file with a key holds.
+    """Return what a file with a key holds.
 
     Raises:
         ArgumentError: It cannot be read, or is empty.

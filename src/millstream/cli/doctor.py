@@ -149,7 +149,7 @@ def _find_cache() -> Finding:
 
 
 def find_native() -> Iterator[Finding]:
-    """What of the package's C++ can be had, compiling it if need be, and why not."""
+    """Yield what of the package's C++ can be had, compiling it if need be, and why not."""
     for name in _native.NAMES:
         path = _native.find(name)
         if path is None:

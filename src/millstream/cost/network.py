@@ -70,7 +70,7 @@ class Link:
     measured_devices: int = 0
 
     def copy_ns(self, num_bytes: int) -> int:
-        """How long one device takes to send so much to another."""
+        """Return how long one device takes to send so much to another."""
         return math.ceil(min(rate.hop_ns + num_bytes * 1e9 / rate.bytes_per_s for rate in self.rates))
 
     def describe(self) -> str:
@@ -97,7 +97,7 @@ class Network:
             raise ArgumentError(f"there are {self.per_host} devices in a host: expected one or more")
 
     def is_verified(self, num_devices: int) -> bool:
-        """Whether the links were measured on as many devices."""
+        """Return whether the links were measured on as many devices."""
         if num_devices > self.per_host:
             return self.between is not None and num_devices <= self.between.measured_devices
         return num_devices <= self.within.measured_devices
@@ -108,7 +108,7 @@ class Network:
         return [*lines, f"between hosts, {self.between.describe()}"] if self.between else lines
 
     def time_ns(self, operation: str, num_bytes: int, num_devices: int) -> int:
-        """How long a collective takes by the quickest way, from when the last device has come.
+        """Return how long a collective takes by the quickest way, from when the last device has come.
 
         Args:
             operation: One of ``OPERATIONS``.

@@ -339,7 +339,7 @@ class Feed(Generic[T]):
     # --- what became of it -------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Where the time of the loop's steps went, in the current pass or the last."""
+        """Return where the time of the loop's steps went, in the current pass or the last."""
         transfer = self._engine.transfer
         num_kept = transfer.num_kept if transfer is not None else 0
         return self._find_profiler().stats(num_kept=num_kept, in_step=self._draws.name)

@@ -42,7 +42,7 @@ class GeneratorSnapshot:
         return GeneratorSnapshot(states)
 
     def moved(self, later: GeneratorSnapshot) -> Moved:
-        """Those that stand elsewhere at a later moment."""
+        """Return those that stand elsewhere at a later moment."""
         return [name for name, state in self._states.items() if not _same(state, later._states.get(name, state))]
 
     def restore(self, own: Sequence[torch.Generator] = ()) -> None:
@@ -58,7 +58,7 @@ class GeneratorSnapshot:
                 own[number].set_state(state)
 
     def dump_moved(self, later: GeneratorSnapshot) -> dict[str, Any] | None:
-        """Those that have moved until later, as plain data; ``None`` if there are none."""
+        """Return those that have moved until later, as plain data; ``None`` if there are none."""
         return {name: _dump(self._states[name]) for name in self.moved(later)} or None
 
     def digest(self, names: Iterable[str]) -> str:
@@ -146,7 +146,7 @@ def find_own(source: Any) -> list[torch.Generator]:
 
 
 def is_snapshot(data: Any) -> bool:
-    """Whether this is what ``dump_moved`` gives."""
+    """Return whether this is what ``dump_moved`` gives."""
     if data is None:
         return True
     try:

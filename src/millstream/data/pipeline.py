@@ -200,7 +200,7 @@ class Pipeline:
         return self._look_ahead is None or self.pulled < self.asked + self._look_ahead
 
     def can_send(self) -> bool:
-        """Whether a batch is staged that may be sent, if there is memory for it."""
+        """Return whether a batch is staged that may be sent, if there is memory for it."""
         return self.staged > self.sent and self._room > 0 and self._may_send()
 
     def _may_send(self) -> bool:

@@ -183,7 +183,7 @@ class Profiler:
         return BatchTimes(number, time.perf_counter_ns())
 
     def _draw_distance(self, number: int) -> int:
-        """How many batches from one that is measured to the next."""
+        """Return how many batches from one that is measured to the next."""
         if self.context is None:
             return 1  # a clock costs little
         if self._num_first > 0:
@@ -231,7 +231,7 @@ class Profiler:
         self._book(step.times, wait_ns, run_ns, copy_ns, late_ns, is_dry=is_dry)
 
     def _lag_at(self, marker: StreamMarker) -> int:
-        """How far the device was behind the host at a marker; markers come in order."""
+        """Return how far the device was behind the host at a marker; markers come in order."""
         lag_ns = 0
         if self._lag is not None:
             before, lag_ns = self._lag
@@ -261,7 +261,7 @@ class Profiler:
         self._steps.append(StepTimes(times.index, wait_ns, run_ns, copy_ns, pull_ns, stage_ns, causes, times.num_bytes))
 
     def stats(self, **facts: Any) -> Stats:
-        """What is known of the present pass.
+        """Return what is known of the present pass.
 
         Args:
             facts: Other fields of ``Stats``.

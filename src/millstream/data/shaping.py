@@ -31,7 +31,7 @@ class Shaper:
         self.is_needed = pad_last or lengths.is_needed
 
     def shape(self, position: Position, batch: Any) -> tuple[Any, int | None]:
-        """What is to become of a batch, and how many of its rows are data, if it has any.
+        """Return what is to become of a batch, and how many of its rows are data, if it has any.
 
         Args:
             position: Remembers what a full batch has.
@@ -133,7 +133,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def _is_by_row(node: Any, rows: int) -> bool:
-    """Whether a list has an item for each row, and is not one of columns that by chance are as many."""
+    """Return whether a list has an item for each row, and is not one of columns that by chance are as many."""
     return len(node) == rows and not all(getattr(each, "shape", ())[:1] == (rows,) for each in node)
 
 

@@ -182,21 +182,21 @@ def take_state(stateful: Any) -> Any:
 
 
 def is_stateful(source: Any) -> bool:
-    """Whether it has the protocol of torchdata's ``StatefulDataLoader``."""
+    """Return whether it has the protocol of torchdata's ``StatefulDataLoader``."""
     if (wrapped := getattr(source, "base_dataloader", None)) is not None and not is_stateful(wrapped):
         return False  # accelerate's loaders have both methods also where the loader that they wrap has none
     return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
 
 
 def is_stored(loader: Any) -> bool:
-    """Whether its batches are made of what is there, so that none of them can depend on what the loop does."""
+    """Return whether its batches are made of what is there, so that none of them can depend on what the loop does."""
     if isinstance(loader, DataLoader):
         return not isinstance(loader.dataset, IterableDataset)
     return isinstance(loader, Sequence)
 
 
 def begins_in_caller(loader: Any) -> bool:
-    """Whether ``iter`` must be called in the loop's thread.
+    """Return whether ``iter`` must be called in the loop's thread.
 
     A DataLoader that starts its worker processes elsewhere could not say that one of them was killed.
     """
@@ -204,7 +204,7 @@ def begins_in_caller(loader: Any) -> bool:
 
 
 def size_of(loader: Any) -> tuple[int | None, int | None]:
-    """How many batches a pass over a stored loader has, and how many rows each, as far as it tells."""
+    """Return how many batches a pass over a stored loader has, and how many rows each, as far as it tells."""
     inner = loader if (found := find_loader(loader)) is None else found
     if not is_stored(inner):  # the length of a stream is a guess, and PyTorch warns when it was asked for and is wrong
         return None, None
@@ -416,7 +416,7 @@ class Source:
 
 
 def _iterate(loader: Any) -> Iterator[Any]:
-    """What ``iter`` gives.
+    """Return what ``iter`` gives.
 
     Of a sequence without ``__iter__`` Python does not ask for the length, but for items until it raises ``IndexError``:
     one that never does would go on for ever.

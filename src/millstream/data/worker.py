@@ -46,7 +46,7 @@ class Flag(threading.Event):
         self._until_set.acquire()
 
     def is_set(self) -> bool:
-        """Whether it was set; that is for good."""
+        """Return whether it was set; that is for good."""
         return self._is_set
 
     def set(self) -> None:
@@ -97,11 +97,11 @@ class Worker:
             self._jobs.put(None)
 
     def is_current(self) -> bool:
-        """Whether this is called in the thread."""
+        """Return whether this is called in the thread."""
         return threading.current_thread() is self._thread
 
     def is_usable(self) -> bool:
-        """Whether it takes jobs: it is of this process and has not ended."""
+        """Return whether it takes jobs: it is of this process and has not ended."""
         return self.num_forks == Forks.count and not self._has_ended
 
     def end(self, *, waits: bool) -> None:

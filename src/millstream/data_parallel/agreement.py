@@ -171,7 +171,7 @@ _known: WeakKeyDictionary[dist.ProcessGroup, tuple[Board | None, Agreement | Per
 
 
 def collectives_wanted() -> str:
-    """Where collectives are to be issued, by ``MILLSTREAM_COLLECTIVES``.
+    """Return where collectives are to be issued, by ``MILLSTREAM_COLLECTIVES``.
 
     Raises:
         ArgumentError: It says none of ``CHOICES``.
@@ -183,7 +183,9 @@ def collectives_wanted() -> str:
 
 
 def agreement_of(group: dist.ProcessGroup, *, on_gpu: bool) -> Agreement | PeriodicComparison | None:
-    """What the processes of a group ask each other by, or else compare by; made in all at once, when first asked for.
+    """Return what the processes of a group ask each other by, or else compare by.
+
+    Made in all at once, when first asked for.
 
     Args:
         group: The processes.

@@ -131,7 +131,7 @@ class Board:
         return self._words[first : first + self.size], self._round % _NUM_ROUNDS
 
     def share(self, payload: bytes, what: str = "") -> bytes:
-        """What the first process gives, in all of them."""
+        """Return what the first process gives, in all of them."""
         length = self.gather(len(payload), what)[0]
         parts = []
         for start in range(0, length, PAYLOAD_BYTES):
@@ -193,7 +193,7 @@ class Board:
         self._words[3 * self.size + self.rank] = count
 
     def counts(self) -> list[int]:
-        """What each process has noted last."""
+        """Return what each process has noted last."""
         return self._words[3 * self.size : 4 * self.size].tolist()
 
     def count_exchange(self) -> None:
@@ -202,7 +202,9 @@ class Board:
         self._words[8 * self.size + self.rank] = self._num_exchanges
 
     def missing(self, patience_s: float = 0.0) -> str:
-        """Which processes are gone, or have begun fewer exchanges than this one, for people; empty where none is seen.
+        """Return which processes are gone, or have begun fewer exchanges than this one, for people.
+
+        Empty where none is seen.
 
         Args:
             patience_s: So long one that has broken off may take to end.
@@ -263,7 +265,7 @@ def make_file(size: int) -> str:
 
 
 def is_running(process: int) -> bool:
-    """Whether a process of this system runs; one that has ended and whose parent does not know yet does not."""
+    """Return whether a process of this system runs; one that has ended and whose parent does not know yet does not."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

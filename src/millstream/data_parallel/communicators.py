@@ -32,7 +32,7 @@ ours as NCCL makes it."""
 
 
 def communicator_wanted() -> str:
-    """Which one is to be used, by ``MILLSTREAM_COMMUNICATOR``: ``AUTO``, ``GROUP``, ``OWN`` or a number from 1.
+    """Return which one is to be used, by ``MILLSTREAM_COMMUNICATOR``: ``AUTO``, ``GROUP``, ``OWN`` or a number from 1.
 
     Raises:
         ArgumentError: It says nothing of the kind.
@@ -85,7 +85,7 @@ class Communicators:
         return self._open[max_ctas]
 
     def is_open(self, max_ctas: int | None) -> bool:
-        """Whether there is that one already."""
+        """Return whether there is that one already."""
         return max_ctas in self._open
 
     def close(self, group: Any, max_ctas: int | None) -> None:

@@ -57,14 +57,14 @@ NOT_KNOWN = Hyperparameters()
 
 
 def marks_differ(marks: Iterable[int]) -> bool:
-    """Whether two of those who know something have something else."""
+    """Return whether two of those who know something have something else."""
     least = (1 << _FIELD_BITS) - 1
     fields = [(mark & least, mark >> _FIELD_BITS) for mark in marks]
     return any(len({*field} - {0}) > 1 for field in zip(*fields, strict=True))
 
 
 def optimizers_of(parameters: Iterable[Tensor], found: Sequence[Optimizer]) -> list[Optimizer]:
-    """Those of ``found`` that train some of these parameters; if none does, all of this process that do.
+    """Return those of ``found`` that train some of these parameters; if none does, all of this process that do.
 
     A step that only accumulates gradients does not reach the optimizer, which another step has.
     """

@@ -101,7 +101,7 @@ class ReducedRun:
         return with_gradient(shard)
 
     def uses_shard(self, shard: Tensor) -> bool:  # noqa: ARG002  for traces
-        """Whether a parameter under ``fully_shard`` may be one of the step's."""
+        """Return whether a parameter under ``fully_shard`` may be one of the step's."""
         return True
 
     def prepare_sharded(self, module: nn.Module) -> None:
@@ -246,7 +246,7 @@ class ReducedRun:
         return original(whole, max_norm, local_of_shared(total_norm), *how, **more)
 
     def divides(self, optimizer: Optimizer) -> bool:
-        """Whether its steps are those of a share."""
+        """Return whether its steps are those of a share."""
         return isinstance(self._replica, ShardedReducer) and optimizer in self._replica.shardings
 
     def before_step(self, optimizer: Optimizer) -> None:

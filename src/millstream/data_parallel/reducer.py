@@ -165,7 +165,7 @@ class Reducer:
                     self._put(number, member, self.parameters[position], result)
 
     def _scaled(self, positions: Sequence[int]) -> list[Tensor]:
-        """What a process adds to the means of some: scaled together, by few kernels instead of one each."""
+        """Return what a process adds to the means of some: scaled together, by few kernels instead of one each."""
         parameters, compress = [self.parameters[each] for each in positions], self.settings.compress
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         if compress is None:

@@ -32,12 +32,12 @@ def group_of(module: nn.SyncBatchNorm) -> Any:
 
 
 def is_known(module: nn.SyncBatchNorm, time: int, x: Tensor) -> bool:
-    """Whether a run has made the collectives of that call."""
+    """Return whether a run has made the collectives of that call."""
     return _key(time, x) in _exchanges.get(module, {})
 
 
 def normalize(module: nn.SyncBatchNorm, x: Tensor, group: Any, time: int) -> Tensor:
-    """What ``module`` makes of ``x`` in training, running statistics included.
+    """Return what ``module`` makes of ``x`` in training, running statistics included.
 
     Args:
         module: In training.

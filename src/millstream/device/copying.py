@@ -71,7 +71,7 @@ class Filler:
     def prepare(
         self, to: array[int], num_bytes: array[int], num_threads: int | None, *, past_caches: bool = False
     ) -> Callable[[int, object], object | None]:
-        """What begins to fill pieces of memory, again and again, and returns at once; it keeps these arrays.
+        """Return what begins to fill pieces of memory, again and again, and returns at once; it keeps these arrays.
 
         It takes the address of the sources' addresses, and an owner, which keeps the memory on both sides until all is
         copied; it gives what ``follow`` takes, which is ``None`` where all was copied at once.
@@ -88,7 +88,7 @@ class Filler:
         return begin
 
     def follow(self, started: object | None) -> Filling:
-        """What was started, to be finished."""
+        """Return what was started, to be finished."""
         return Filling(started, self._finish)
 
 
@@ -140,7 +140,7 @@ class Enqueuer:
         copies: Sequence[tuple[int, int, int]],
         after: Sequence[int],
     ) -> Callable[[], int]:
-        """What waits for events, records events, copies, and records events, each time that it is called.
+        """Return what waits for events, records events, copies, and records events, each time that it is called.
 
         It gives the driver's first error; 0 for none.
 

@@ -55,7 +55,7 @@ class Arena(ForkSafeLock):
         return 0 if self._memory is None else self._memory.numel()
 
     def serves(self, stream: int) -> bool:
-        """Whether a call on the stream with this handle may use it; where not, nobody may any more."""
+        """Return whether a call on the stream with this handle may use it; where not, nobody may any more."""
         if self._stream is None:
             self._stream = stream
         if stream != self._stream and not self._is_given_up:

@@ -146,7 +146,7 @@ class BySize(ForkSafeLock):
             return [(sizes, calls) for sizes, calls in self._counts.most_common() if sizes not in self._entries]
 
     def open_at(self, sizes: tuple[int, ...]) -> Engine:
-        """What runs a size that has no executable, to be looked at."""
+        """Return what runs a size that has no executable, to be looked at."""
         with self.lock:
             return OpenEngine(self._lowered, sizes, [*self.notes, NO_PLAN])
 

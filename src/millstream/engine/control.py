@@ -90,7 +90,7 @@ class _Body(ForkSafeLock):
 
 
 def _runner(control: Control, bodies: list[_Body], placed: list[int]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """What runs these bodies; it doesn't hold the control flow that it is kept for."""
+    """Return what runs these bodies; it doesn't hold the control flow that it is kept for."""
     num_carried, num_sliced, results = control.num_carried, control.num_sliced, control.results
 
     def branch(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -139,7 +139,7 @@ class Improving(ForkSafeLock):
 
 
 def _expected_s(lowered: Lowered) -> float:
-    """What lowering a program again takes, where it was found on disk, too."""
+    """Return what lowering a program again takes, where it was found on disk, too."""
     return max(lowered.seconds, LEAST_S, KERNEL_S * len(lowered.program.graph.kernels))
 
 
@@ -210,7 +210,7 @@ class _Trial:
 
 
 def _timed(engine: Engine, inputs: list[Any], rewind: Callable[[], None]) -> Callable[[int], int]:
-    """What runs an engine so many times and returns the ns of one."""
+    """Return what runs an engine so many times and returns the ns of one."""
 
     def replay(number: int) -> int:
         total_ms = 0.0
@@ -257,7 +257,7 @@ def _held_bytes(engine: Engine) -> int:
 
 
 def _agree(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether results differ by rounding alone: a look, for faults; that rounding is no worse, tests show."""
+    """Return whether results differ by rounding alone: a look, for faults; that rounding is no worse, tests show."""
     if [type(each) for each in left] != [type(each) for each in right]:
         return False
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if isinstance(a, torch.Tensor) and a.is_floating_point()]

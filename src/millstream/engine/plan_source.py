@@ -63,7 +63,7 @@ class Numbers(Protocol):
     names: tuple[str, ...]
 
     def values(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """What the names stand for in a call with these inputs."""
+        """Return what the names stand for in a call with these inputs."""
         ...
 
 
@@ -117,7 +117,7 @@ def compile_plan(
 
 
 def callee(call: KernelCall) -> Callable[..., Any]:
-    """What Python is to call."""
+    """Return what Python is to call."""
     if isinstance(call.target, Control):
         return prepare(call.target, compile_plan)
     return getattr(call.target, "binding", call.target)

@@ -34,7 +34,7 @@ class Promise:
 
 
 def promised(program: Program, name: str) -> TensorLayout | None:
-    """How a result is to lie; ``None`` where it is not strided, or a view of another tensor."""
+    """Return how a result is to lie; ``None`` where it is not strided, or a view of another tensor."""
     return program.tensors.get(name) if program.graph.storage(name) == name else None
 
 
@@ -67,7 +67,7 @@ def fit(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], promise:
 
 
 def broken_promise(kernel: Kernel | None, buffer: str, what: str, tensor: Tensor, size: Any, dtype: Any) -> GraphError:
-    """What to raise where a tensor is of another shape or dtype than it was when it was captured."""
+    """Return what to raise where a tensor is of another shape or dtype than it was when it was captured."""
     return GraphError(
         f"{what} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; it was captured as {dtype} {list(size)}. "
         "If an operator of yours makes it, its fake implementation must return what the real one does.",

@@ -62,5 +62,5 @@ def rewinding(memory: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> 
 
 
 def may_count(tensor: torch.Tensor) -> bool:
-    """Whether a program may count in a tensor."""
+    """Return whether a program may count in a tensor."""
     return tensor.numel() == 1 or not (tensor.is_floating_point() or tensor.is_complex())

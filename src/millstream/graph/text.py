@@ -318,7 +318,7 @@ class _Reader:
         return line
 
     def at(self, keyword: str) -> bool:
-        """Whether the next heading begins with a keyword."""
+        """Return whether the next heading begins with a keyword."""
         return self._next < len(self._lines) and self._lines[self._next].peek() == keyword
 
     def entries(self) -> Iterator[_TokenLine]:

@@ -372,7 +372,7 @@ def _num_looks(recording: Recording, steps: Sequence[ProfiledStep]) -> int:
 
 
 def _why_too_few_looks(recording: Recording, steps: Sequence[ProfiledStep]) -> str:
-    """Whether looks are to tell of more than hooks do, and are too few for that."""
+    """Return whether looks are to tell of more than hooks do, and are too few for that."""
     start, end = steps[0].start_ns, steps[-1].end_ns
     looks = _num_looks(recording, steps)
     hooked = total(intersect([(begin, over) for begin, over, _ in spans_of(recording)], [(start, end)]))
@@ -383,7 +383,7 @@ def _why_too_few_looks(recording: Recording, steps: Sequence[ProfiledStep]) -> s
 
 
 def _why_launches_do_not_match(recording: Recording) -> str:
-    """Whether a device's profiler lost records: every launch needs an activity, every graph all its nodes."""
+    """Return whether a device's profiler lost records: every launch needs an activity, every graph all its nodes."""
     if not recording.activities:
         return "no kernel was recorded: the device's profiler was not there, or another one had it"
     done = {each.launch for each in recording.activities}
@@ -484,7 +484,7 @@ def _share_that_idles(recording: Recording, slices: Sequence[Slice], start: int,
 
 
 def _saved_share(recording: Recording, cause: Cause) -> float:
-    """What part of a cause's time its remedy saves, where that is not all of it."""
+    """Return what part of a cause's time its remedy saves, where that is not all of it."""
     spans = [span for span in recording.spans if span.cause is cause and span.thread == recording.thread]
     lasted = sum(span.end_ns - span.start_ns for span in spans)
     return 1 - sum(span.stays_ns for span in spans) / lasted if lasted else 1.0
@@ -528,7 +528,7 @@ def _rare_rows(recording: Recording, common: frozenset[Cause], idles: Mapping[Ca
 
 
 def _with_bounded_data_gain(found: Findings) -> Findings:
-    """What enough workers make is limited by processors, and has to be received: no more is promised."""
+    """Return what enough workers make is limited by processors, and has to be received: no more is promised."""
     gain = sum(found.recoverable.get(cause, 0) for cause in DATA)
     if not gain or not found.batch_ns or found.is_too_quick_for_workers:
         return found

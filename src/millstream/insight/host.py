@@ -129,13 +129,13 @@ class _Evidence:
         self._asleep = [each for each in samples if self.is_asleep(each)]
 
     def is_asleep(self, look: Sample) -> bool:
-        """Whether a thread slept when it was looked at, and not because of that."""
+        """Return whether a thread slept when it was looked at, and not because of that."""
         return look.asleep in (Asleep.LOCK, Asleep.CALL) or (
             look.asleep is Asleep.INTERPRETER and _holder(look, _slept_ns(look), self._recording) is not None
         )
 
     def split(self, sample: Sample, free: Sequence[Interval]) -> Iterator[Doing]:
-        """What a thread did in the time that one sample speaks for."""
+        """Return what a thread did in the time that one sample speaks for."""
         length = total(free)
         ran_ns = _ran_ns(sample, length)
         ready_ns = min(max(sample.ready_ns or 0, 0), length - ran_ns)
@@ -155,7 +155,7 @@ class _Evidence:
         return _lay_out(free, parts if self.is_asleep(sample) else parts[::-1])
 
     def sleep(self, sample: Sample) -> tuple[State, Stack, str]:
-        """What a thread slept for in the time of a sample."""
+        """Return what a thread slept for in the time of a sample."""
         look = _nearest(self._asleep, sample)
         if look is None:
             return State.UNKNOWN, sample.stack, _UNSEEN
@@ -176,7 +176,7 @@ def _slept_ns(look: Sample) -> int:
 
 
 def _sleeping_state(look: Sample, recording: Recording) -> tuple[State, str]:
-    """What a thread slept for when it was looked at."""
+    """Return what a thread slept for when it was looked at."""
     innermost = look.stack[0].file if look.stack else ""
     if _running_state(look, recording.switch_ns) is State.IO:
         return State.IO, ""
@@ -192,7 +192,7 @@ def _sleeping_state(look: Sample, recording: Recording) -> tuple[State, str]:
 
 
 def _holder(sample: Sample, kept_ns: int, recording: Recording) -> str | None:
-    """Where another Python thread was that held the interpreter; ``None`` where none did."""
+    """Return where another Python thread was that held the interpreter; ``None`` where none did."""
     busiest = max(sample.others, key=lambda other: other[0], default=None)
     was_taken = _was_interrupted(sample, recording.switch_ns) or sample.late_ns >= _LATE * recording.switch_ns
     was_taken |= sample.asleep is Asleep.INTERPRETER
@@ -212,12 +212,12 @@ def _running_state(sample: Sample, switch_ns: int) -> State:
 
 
 def _was_interrupted(sample: Sample, switch_ns: int) -> bool:
-    """Whether somebody had to have the interpreter taken away for the sampler to get it."""
+    """Return whether somebody had to have the interpreter taken away for the sampler to get it."""
     return sample.late_ns >= _LATE * switch_ns if sample.in_bytecode is None else sample.in_bytecode
 
 
 def _kept_state(sample: Sample, kept_ns: int, running: State, recording: Recording) -> tuple[State, str]:
-    """What kept a thread from running for ``kept_ns``."""
+    """Return what kept a thread from running for ``kept_ns``."""
     length = sample.end_ns - sample.start_ns
     innermost = sample.stack[0].file if sample.stack else ""
     if running is State.IO:
@@ -238,7 +238,7 @@ def _kept_state(sample: Sample, kept_ns: int, running: State, recording: Recordi
 
 
 def doings(recording: Recording) -> list[Doing]:
-    """What samples say of the training thread where no hook saw it, in order; they never overlap.
+    """Return what samples say of the training thread where no hook saw it, in order; they never overlap.
 
     A look into a hook's span says nothing of the time before that. Such time goes to the next look outside of one, as
     in any statistic of samples, unless that is far away; and what comes after the last look goes to that. Where
@@ -293,7 +293,7 @@ def doings(recording: Recording) -> list[Doing]:
 
 
 def _others_held(look: Sample) -> bool:
-    """Whether other threads of Python's ran enough to have held the interpreter."""
+    """Return whether other threads of Python's ran enough to have held the interpreter."""
     return sum(ran for ran, _ in look.others) >= _HOLDS * (look.end_ns - look.start_ns)
 
 
@@ -391,13 +391,15 @@ def unseen_python(recording: Recording, start_ns: int, end_ns: int) -> tuple[flo
 
 
 def compute_activities(recording: Recording) -> tuple[Activity, ...]:
-    """Where the host is the device: when its operators ran, outside of what hooks saw it do otherwise."""
+    """Return where the host is the device: when its operators ran, outside of what hooks saw it do otherwise."""
     computing = union((each.start_ns, each.end_ns) for each in doings(recording) if each.state is State.COMPUTE)
     return tuple(Activity(start, end, name="operators") for start, end in computing)
 
 
 def host_pieces(recording: Recording, refills: Sequence[HostSpan]) -> list[tuple[int, int, HostSpan]]:
-    """What the training thread did, cut into disjoint pieces: spans first, then refills of the queue, then samples.
+    """Return what the training thread did, cut into disjoint pieces.
+
+    Spans first, then refills of the queue, then samples.
 
     A refill is what launching takes: long computations in Python after a wait, which two looks or more have seen, are
     none.
@@ -489,7 +491,7 @@ def _sampled(seen: Sequence[Doing], thread: int) -> list[tuple[int, int, HostSpa
 
 
 def _long_stretches(seen: Sequence[Doing]) -> list[Interval]:
-    """Where a thread was seen again and again outside of operators: it launched nothing."""
+    """Return where a thread was seen again and again outside of operators: it launched nothing."""
     busy = union((each.start_ns, each.end_ns) for each in seen if each.state is not State.COMPUTE)
     return [(start, end) for start, end in busy if end - start >= _LONG_NS]
 

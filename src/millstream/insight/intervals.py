@@ -31,7 +31,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def complement(covered: Sequence[Interval], start: int, end: int) -> list[Interval]:
-    """What of ``start`` to ``end`` is not covered by disjoint intervals that are in order."""
+    """Return what of ``start`` to ``end`` is not covered by disjoint intervals that are in order."""
     gaps, latest = [], start
     for first, last in covered:
         if first >= end:
@@ -50,7 +50,7 @@ def total(intervals: Iterable[Interval]) -> int:
 
 
 def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What two lists of disjoint intervals in order have in common."""
+    """Return what two lists of disjoint intervals in order have in common."""
     found, i, k = [], 0, 0
     while i < len(one) and k < len(other):
         start, end = max(one[i][0], other[k][0]), min(one[i][1], other[k][1])

@@ -308,10 +308,10 @@ class Recording:
         return outermost
 
     def knows_line(self, stack: Stack) -> bool:
-        """Whether any of the lines is the user's."""
+        """Return whether any of the lines is the user's."""
         site = self.user_site(stack)
         return site is not None and not self.is_library(site.file)
 
     def is_library(self, file: str) -> bool:
-        """Whether a file belongs to Python, an installed package, or no file at all."""
+        """Return whether a file belongs to Python, an installed package, or no file at all."""
         return file.startswith(("<", *self.library_roots)) or any(each in file for each in PACKAGES)

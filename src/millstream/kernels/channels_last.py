@@ -39,7 +39,7 @@ def _(result: torch.Tensor, strides: list[int]) -> torch.Tensor:
 
 
 def puts_channels_last(gm: torch.fx.GraphModule) -> bool:
-    """Whether Inductor would put the channels of images last in a graph for inference."""
+    """Return whether Inductor would put the channels of images last in a graph for inference."""
     return bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
 
 
@@ -61,7 +61,7 @@ def keep_strides(gm: torch.fx.GraphModule) -> None:
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Whether it has more than one dimension and no gaps; others have the strides of what they are a part of."""
+    """Return whether it has more than one dimension and no gaps; others have the strides of what they are a part of."""
     extent = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride != extent:

@@ -32,7 +32,7 @@ def bind_cudnn(node: torch.fx.Node) -> NodeWriter | None:
 
 
 def _is_for_cudnn(values: list[Any]) -> bool:
-    """Whether PyTorch gives a convolution to cuDNN as it is: no bias, and nothing to be copied first."""
+    """Return whether PyTorch gives a convolution to cuDNN as it is: no bias, and nothing to be copied first."""
     image, weight, bias, stride, padding, dilation, transposed, output_padding, groups = values
     if bias is not None or transposed or not nodes.on_gpu(image) or image.dim() not in _IMAGES or image.numel() == 0:
         return False
@@ -79,7 +79,7 @@ def absorb_bias_and_relu(node: torch.fx.Node) -> Epilogue | None:
 
 
 def _only_bias_and_relu(node: torch.fx.Node, convolution: torch.fx.Node) -> bool:
-    """Whether a kernel computes relu of the convolution that it reads.
+    """Return whether a kernel computes relu of the convolution that it reads.
 
     Origins name everything upstream too. What the kernel has and the convolution has not is its own work; the bias
     belongs to the convolution's.

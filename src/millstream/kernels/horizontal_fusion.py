@@ -99,7 +99,7 @@ def _find_groups(program: Program, grouping_of: Mapping[Callable[..., Any], Grou
 
 
 def _may_move(program: Program, kernel: int) -> bool:
-    """Whether it may run in front of kernels that it came after: weights must be there from the beginning."""
+    """Return whether it may run in front of kernels that it came after: weights must be there from the beginning."""
     return program.mutated.isdisjoint(program.graph.kernels[kernel].reads)
 
 

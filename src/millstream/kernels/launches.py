@@ -130,7 +130,7 @@ _FIRST_CAPABILITY = (9, 0)
 
 @functools.cache
 def dependent_launch_options(device: torch.device) -> dict[str, bool]:
-    """How to launch a kernel that has an argument ``STARTS_EARLY``, on a GPU that can do it and on others."""
+    """Return how to launch a kernel that has an argument ``STARTS_EARLY``, on a GPU that can do it and on others."""
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
         return {"STARTS_EARLY": False}
     return {"STARTS_EARLY": True, "launch_pdl": True}

@@ -16,7 +16,7 @@ _ORIGIN = ("stack_trace", "nn_module_stack")  # where in the user's code a node 
 
 
 def may_be_ours(image: torch.Tensor) -> bool:
-    """Whether kernels of our own can be had where this image is."""
+    """Return whether kernels of our own can be had where this image is."""
     return on_gpu(image) and _has_triton()
 
 
@@ -26,12 +26,12 @@ def _has_triton() -> bool:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, real or fake, is on a GPU."""
+    """Return whether a tensor, real or fake, is on a GPU."""
     return tensor.is_cuda
 
 
 def has_channels_last(*tensors: torch.Tensor) -> bool:
-    """Whether each of them lies in memory as our kernel reads and writes it."""
+    """Return whether each of them lies in memory as our kernel reads and writes it."""
     return all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
 
 
@@ -78,19 +78,22 @@ def tidy(gm: torch.fx.GraphModule) -> None:
 
 
 def changes_type(node: torch.fx.Node) -> bool:
-    """Whether this is the same numbers in another type, as under autocast."""
+    """Return whether this is the same numbers in another type, as under autocast."""
     return node.target is torch.ops.prims.convert_element_type.default
 
 
 def whole_of(node: torch.fx.Node) -> torch.fx.Node:
-    """What this is the first channels of; itself, if of nothing."""
+    """Return what this is the first channels of; itself, if of nothing."""
     if node.target is torch.ops.aten.slice.Tensor and node.args[1:] == (1, 0, node.meta["val"].shape[1]):
         return node.args[0]  # type: ignore[return-value]
     return node
 
 
 def zeros_of(node: torch.fx.Node) -> list[int]:
-    """How many zeros this puts around each dimension of an image, the last one first; empty if it is no such thing."""
+    """Return how many zeros this puts around each dimension of an image, the last one first.
+
+    Empty if it is no such thing.
+    """
     if node.target is not torch.ops.aten.constant_pad_nd.default or node.meta["val"].dim() != 4 or any(node.args[2:]):
         return []
     return list(node.args[1])  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ PASSES = (
 
 
 def families() -> list[Family]:
-    """Those that are not switched off."""
+    """Return those that are not switched off."""
     off = left_out()
     return [] if SWITCH in off else [each for each in FAMILIES if each.name not in off]
 
@@ -105,7 +105,7 @@ def version() -> str:
 
 
 def is_generated(name: str) -> bool:
-    """Whether the code of this name on a GPU is Triton's, by TorchInductor or of our own, and no library's."""
+    """Return whether the code of this name on a GPU is Triton's, by TorchInductor or of our own, and no library's."""
     return name.startswith("triton_") or any(name in each.kernels for each in FAMILIES)
 
 
@@ -159,7 +159,7 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[TritonLaunch]:
 
 
 def find_writer(node: torch.fx.Node) -> NodeWriter | None:
-    """What computes a node into memory that it is given; ``None`` where nothing does."""
+    """Return what computes a node into memory that it is given; ``None`` where nothing does."""
     for family in families():
         writer = family.bind(node) if family.bind is not None else None
         if writer is not None and writer.fits:
@@ -168,7 +168,7 @@ def find_writer(node: torch.fx.Node) -> NodeWriter | None:
 
 
 def find_epilogue(node: torch.fx.Node) -> Epilogue | None:
-    """What a generated kernel of the wrapper is part of, if another kernel can do it at once."""
+    """Return what a generated kernel of the wrapper is part of, if another kernel can do it at once."""
     for family in families():
         found = family.absorb(node) if family.absorb is not None else None
         if found is not None and (writer := find_writer(found.result)) is not None and writer.function is found.of:

@@ -35,7 +35,7 @@ _FLOWS = frozenset(Flow)
 
 
 def has_control_flow(gm: fx.GraphModule) -> bool:
-    """Whether there is an operator of control flow in a graph."""
+    """Return whether there is an operator of control flow in a graph."""
     return any(_is_flow(node) for node in gm.graph.nodes)
 
 

@@ -316,7 +316,7 @@ def _run_otherwise(
     options: dict[str, Any],
     refuse: Refuse,
 ) -> Any:
-    """What runs a graph that could not be lowered: plain Inductor, or where that fails plain Python."""
+    """Return what runs a graph that could not be lowered: plain Inductor, or where that fails plain Python."""
     if not isinstance(error, MisreadError):  # plain Inductor would make the same program, and say nothing
         refuse(error, "on plain torch.compile")
         fresh = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))

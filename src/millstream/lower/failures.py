@@ -77,7 +77,7 @@ def _find_issue(text: str) -> str:
 
 
 def _passes(error: Exception, files: tuple[str, ...]) -> bool:
-    """Whether an error was raised in one of these files, or in what they called."""
+    """Return whether an error was raised in one of these files, or in what they called."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(part in frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames for part in files)
 

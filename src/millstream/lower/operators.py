@@ -98,12 +98,12 @@ def written_arguments(target: Any, args: Any, kwargs: Any) -> list[torch.fx.Node
 
 
 def may_raise(target: Any) -> bool:
-    """Whether a library operator may raise for the values that it gets, shapes and dtypes apart."""
+    """Return whether a library operator may raise for the values that it gets, shapes and dtypes apart."""
     return kind_of(target) is KernelKind.LIBRARY and _packet_name(target) not in _SURE
 
 
 def draws_random_numbers(target: Any) -> bool:
-    """Whether an operator moves the state of a random generator."""
+    """Return whether an operator moves the state of a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 

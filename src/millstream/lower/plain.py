@@ -13,7 +13,9 @@ _COPY = torch.ops.aten.copy_.default
 
 
 def plain_forward(graph: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """What runs a graph node by node. An input is what it was before, also where it is read after it was written.
+    """Return what runs a graph node by node.
+
+    An input is what it was before, also where it is read after it was written.
 
     That is what graphs of AOT autograd mean, and not what they say where one input's new value is another one's old:
     ``copy_(a, b)`` may well stand after ``copy_(b, c)``. So inputs that are written are read from copies.

@@ -84,7 +84,7 @@ class Segments:
 
 
 def has_collectives(graph: fx.Graph) -> bool:
-    """Whether there is anything to cut at."""
+    """Return whether there is anything to cut at."""
     return bool(graph.find_nodes(op="call_function", target=EXCHANGE))
 
 
@@ -199,7 +199,7 @@ class _Cutter:
         return None if later is None else self._starts[later]
 
     def _place_after(self, value: fx.Node, segment: int) -> int:
-        """Where a value is when that segment is over: in an input that has been given it, or what comes out."""
+        """Return where a value is when that segment is over: in an input that has been given it, or what comes out."""
         if value in self._place:
             return self._place[value]
         for user in filter(_is_write, value.users):
@@ -317,7 +317,10 @@ class _Cutter:
         return min(numbers, default=0)
 
     def _is_computed(self, node: fx.Node) -> bool:
-        """Whether a node stands for a kernel: not for an input, a view, a collective, or the write of an input."""
+        """Return whether a node stands for a kernel.
+
+        Not for an input, a view, a collective, or the write of an input.
+        """
         if node.op in ("placeholder", "get_attr", "output") or node.target is EXCHANGE:
             return False
         return not (node in self._view_of or node in self._remade or _is_write(node))
@@ -360,7 +363,7 @@ class _Cutter:
         return segment_of.get(node, 0)
 
     def _output(self, value: Any) -> tuple[bool, Any]:
-        """Where a result of the whole graph comes from."""
+        """Return where a result of the whole graph comes from."""
         if not isinstance(value, fx.Node):
             return False, value
         if value in self._place:
@@ -476,7 +479,10 @@ def _drop_copies_of_same_layout(gm: fx.GraphModule) -> None:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """What kernels can tell of a tensor beside its values: strides of dimensions with one element they cannot."""
+    """Return what kernels can tell of a tensor beside its values.
+
+    Strides of dimensions with one element they cannot.
+    """
     strides = [stride for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length != 1]
     return tensor.dtype, tensor.device, tuple(tensor.shape), strides
 
@@ -494,7 +500,7 @@ def _users_of_memory_before(collectives: list[fx.Node]) -> dict[fx.Node, fx.Node
 
 
 def _values(collective: fx.Node) -> list[Any]:
-    """What it exchanges."""
+    """Return what it exchanges."""
     return list(collective.args[0])  # type: ignore[arg-type]
 
 
@@ -517,7 +523,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_operation(node: fx.Node) -> bool:
-    """Whether it gives the same whenever it is called, or is a part of what does: it draws no numbers."""
+    """Return whether it gives the same whenever it is called, or is a part of what does: it draws no numbers."""
     target = node.target
     if target is operator.getitem:
         return True

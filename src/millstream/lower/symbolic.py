@@ -77,7 +77,7 @@ class SymbolicProgram:
         return self._with(tuple(map(named, self.names, self._evaluate(*sizes))))
 
     def values(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """What ``names`` stand for in a call with these inputs."""
+        """Return what ``names`` stand for in a call with these inputs."""
         return self._evaluate(*self.sizes(inputs))  # type: ignore[no-any-return]
 
     def _with(self, values: tuple[Any, ...]) -> Program:

@@ -536,7 +536,7 @@ class _Translator:
 
 
 def _view_of(name: str) -> str:
-    """What an operator makes that returns a view of memory that is there, as a buffer."""
+    """Return what an operator makes that returns a view of memory that is there, as a buffer."""
     return f"view:{name}"
 
 

@@ -29,7 +29,7 @@ def check_views(graph: torch.fx.GraphModule) -> None:
 
 
 def reaches_beyond(node: torch.fx.Node, source: torch.fx.Node) -> LoweringError:
-    """What is wrong with a view that begins before the input that it is of, or ends after it."""
+    """Return what is wrong with a view that begins before the input that it is of, or ends after it."""
     (first, last), (start, end) = _extent(node.meta["val"]), _extent(source.meta["val"])
     return LoweringError(
         f"A view reaches from element {first - start} to {last - start} of an input that has "

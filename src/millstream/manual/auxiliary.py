@@ -130,7 +130,7 @@ class AuxHandle:
 
 
 def _has_workspace(context: DeviceContext, stream: Stream, num_bytes: int | None) -> bool:
-    """Whether there is memory for a stream's workspace: asked by taking it for a moment."""
+    """Return whether there is memory for a stream's workspace: asked by taking it for a moment."""
     key = context, context.driver.stream_id(stream)
     if num_bytes is None:
         if key in _tried:

@@ -222,7 +222,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _is_worth_two(ctx: Any) -> bool:
-    """Whether both gradients are wanted; not where gradients of gradients are: those are PyTorch's matter."""
+    """Return whether both gradients are wanted; not where gradients of gradients are: those are PyTorch's matter."""
     needed = ctx.needs_input_grad
     return bool(ctx.side is not None and needed[0] and needed[1] and not torch.is_grad_enabled())
 
@@ -240,7 +240,10 @@ def _cast_back(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _is_plain(x: Any, weight: Tensor, num_dims: int | None) -> bool:
-    """Whether a call is one that the functions above know: with gradients to come, batched, not being captured."""
+    """Return whether a call is one that the functions above know.
+
+    With gradients to come, batched, not being captured.
+    """
     return (
         torch.is_grad_enabled()
         and type(x) in (Tensor, nn.Parameter)

@@ -67,7 +67,7 @@ _HOST_ONLY = frozenset(("record_stream", "is_pinned", "_version", "is_same_size"
 
 @functools.cache
 def recipe_of(func: Any) -> OperatorRule:
-    """What an operator of PyTorch's dispatcher does, by its schema.
+    """Return what an operator of PyTorch's dispatcher does, by its schema.
 
     Custom operators count as their authors have declared them.
     """

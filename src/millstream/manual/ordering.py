@@ -259,7 +259,7 @@ class Ordering:
     # --- events
 
     def _fork_needs(self, stream: int) -> dict[int, int]:
-        """What a stream that was forked, and has not begun yet, must come after."""
+        """Return what a stream that was forked, and has not begun yet, must come after."""
         event = self._forks[stream]
         if event is None:
             return {}
@@ -302,7 +302,7 @@ class Ordering:
         return left
 
     def _seen_at(self, event: int | None, stream: int) -> list[int]:
-        """What a stream had come after when an event was recorded; now, where it is to be recorded."""
+        """Return what a stream had come after when an event was recorded; now, where it is to be recorded."""
         return self._seen[stream] if event is None else self._mark_of(event).seen
 
     def _event_for(self, fork: int | None, other: int, tick: int) -> int | None:

@@ -80,7 +80,7 @@ class Storages:
     def find_uses(
         self, recipe: OperatorRule, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[TrackedStorage], list[TrackedStorage], bool]:
-        """What an operator reads and what it writes, and whether it uses memory that cannot be determined."""
+        """Return what an operator reads and what it writes, and whether it uses memory that cannot be determined."""
         if not recipe.positions and not recipe.names and (plain := self.find_plain(args, kwargs)) is not None:
             return plain, [], False
         reads: list[TrackedStorage] = []
@@ -135,7 +135,7 @@ class Storages:
         return memory
 
     def _may_use(self, device: torch.device) -> bool:
-        """Whether streams of this session use memory of a device; what lies elsewhere is met when it is used."""
+        """Return whether streams of this session use memory of a device; what lies elsewhere is met when it is used."""
         return device.type == "cpu" or device == self._context.torch_device
 
     def _clean(self) -> None:

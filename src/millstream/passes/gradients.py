@@ -48,7 +48,7 @@ def _worth_splitting(node: torch.fx.Node) -> bool:
 
 
 def _on_device(value: object) -> bool:
-    """Whether a node's value lies where streams run beside each other."""
+    """Return whether a node's value lies where streams run beside each other."""
     return isinstance(value, torch.Tensor) and value.is_cuda
 
 

@@ -130,7 +130,7 @@ class _Merge:
         return self._own | {its: mine for mine, its in self._after.items()}
 
     def _pairs(self) -> list[tuple[fx.Node, fx.Node]]:
-        """What the ways bring to what is common after them, and to the results, where that is not the same."""
+        """Return what the ways bring to what is common after them, and to the results, where that is not the same."""
         found = {}
         for mine, its in (*self._after.items(), (self._output, self._others_output)):
             for one, two in zip(_nodes_in(mine), _nodes_in(its), strict=True):
@@ -162,7 +162,7 @@ class _Merge:
         return most if self._may_write(first[len(first) - most :], second[len(second) - most :]) else 0
 
     def _does_the_same(self, mine: fx.Node, its: fx.Node) -> bool:
-        """Whether two nodes are the same but for the nodes they are given."""
+        """Return whether two nodes are the same but for the nodes they are given."""
         if mine.op == "get_attr" or its.op == "get_attr":
             return mine.op == its.op and _is_same_constant(
                 self._constant(self._gm, mine), self._constant(self._other, its)
@@ -171,7 +171,7 @@ class _Merge:
         return mine.target is its.target and given[0] == given[1]
 
     def _may_write(self, first: list[fx.Node], second: list[fx.Node]) -> bool:
-        """Whether what is common at the end writes to nothing that would have to be selected as memory."""
+        """Return whether what is common at the end writes to nothing that would have to be selected as memory."""
         ways = [
             ({*way}, storages_written_by(way), self._known_before(is_first=way is first), dict[int, fx.Node]())
             for way in (first, second)
@@ -221,7 +221,7 @@ class _Merge:
         return getattr(gm, str(node.target))
 
     def _bases(self, storages: Iterable[int]) -> list[fx.Node]:
-        """What has the whole of each of these memories that is there before the branch."""
+        """Return what has the whole of each of these memories that is there before the branch."""
         found: dict[int, fx.Node] = {}
         wanted = {*storages} & self._known_before()
         placeholders = self._graph.find_nodes(op="placeholder")
@@ -295,7 +295,7 @@ def _told_apart(value: Any) -> Any:
 
 
 def _nodes_in(node: fx.Node) -> list[fx.Node]:
-    """Those among its arguments, as often as they are there."""
+    """Return those among its arguments, as often as they are there."""
     found: list[fx.Node] = []
     map_arg((node.args, node.kwargs), lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
     return found

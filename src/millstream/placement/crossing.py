@@ -25,7 +25,7 @@ class Placement:
     copy_of: Mapping[str, str]
 
     def costs(self, costs: Costs, link: Link) -> Costs:
-        """What its kernels cost: as before, and copies what the link says."""
+        """Return what its kernels cost: as before, and copies what the link says."""
         kernels = tuple(
             KernelCost(link.copy_ns(self.graph.buffer_of[kernel.writes[0]].num_bytes), 0.0, 0.0)
             if origin is None

@@ -83,7 +83,7 @@ class PlacedPlan:
         return sum(max(self.bytes_on(device) - bound, 0) for device in self.machine.devices)
 
     def bytes_on(self, device: str) -> int:
-        """What temporaries, in an arena, and outputs take on a device."""
+        """Return what temporaries, in an arena, and outputs take on a device."""
         return peak_bytes(self.plan, device, assign_offsets(self.plan, device))
 
     @property

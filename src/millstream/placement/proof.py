@@ -107,7 +107,7 @@ class _StorageHistory:
         self.held: dict[str, int] = {}
 
     def value(self, storage: str) -> int:
-        """What a storage holds; before its first write, nothing, or what the user or the graph has put there."""
+        """Return what a storage holds; before its first write, nothing, or what the user or the graph has put there."""
         if storage not in self.held:
             owns = self.graph.buffer_of[storage].role not in PLANNED_ROLES
             self.held[storage] = self._number(self.copy_of.get(storage, storage) if owns else None)

@@ -95,7 +95,7 @@ class _PlacementSearch:
         return self.known[chosen]
 
     def _groups(self) -> Iterator[frozenset[int]]:
-        """What is moved at once, each group once: large ones first, which change most."""
+        """Yield what is moved at once, each group once: large ones first, which change most."""
         after = self._followers()
         before: list[set[int]] = [set() for _ in after]
         for unit, each in enumerate(after):

@@ -51,7 +51,7 @@ def sections_of(programs: Sequence[ProgramReport], communication: Sequence[Commu
 
 
 def section_of(program: ProgramReport, picture: int) -> Section:
-    """What is told of a program, whose timeline has a number."""
+    """Return what is told of a program, whose timeline has a number."""
     whose = "the engine's trace" if program.timeline is not None else "the choice of the plan"
     measured = "nothing was measured" if program.measured_ns is None else f"measured by {whose}"
     facts = [
@@ -79,7 +79,7 @@ def section_of(program: ProgramReport, picture: int) -> Section:
 
 
 def _times(program: ProgramReport) -> tuple[dict[int, int], int]:
-    """What each kernel takes, as measured or else as expected, and all of the run."""
+    """Return what each kernel takes, as measured or else as expected, and all of the run."""
     account = next(iter(program.accounts.values()), None)
     if account is None:
         return {}, 0

@@ -125,7 +125,7 @@ def _by_program(programs: Sequence[ProgramReport]) -> Iterator[list[ProgramRepor
 
 
 def _calls_of(report: ProgramReport) -> int:
-    """How many calls its size had."""
+    """Return how many calls its size had."""
     return 0 if report.one_size is None else report.one_size.calls
 
 
@@ -159,7 +159,7 @@ def _sizes_of(reports: Sequence[ProgramReport]) -> list[str]:
 
 
 def writer_for(path: Path) -> Callable[[Sequence[Picture]], str]:
-    """What draws into such a file.
+    """Return what draws into such a file.
 
     Raises:
         ArgumentError: Nothing does.

@@ -64,7 +64,7 @@ class OnDevice:
 
 
 def find_crossings(graph: KernelGraph, costs: Costs | None) -> list[Crossing]:
-    """What crosses each link, in the order of first use."""
+    """Return what crosses each link, in the order of first use."""
     copies: dict[tuple[str, str], list[int]] = {}
     for kernel, link in graph.links.items():
         copies.setdefault(link, []).append(kernel)
@@ -80,7 +80,7 @@ def find_crossings(graph: KernelGraph, costs: Costs | None) -> list[Crossing]:
 
 
 def find_devices(plan: Plan, costs: Costs | None) -> list[OnDevice]:
-    """What runs where."""
+    """Return what runs where."""
     graph, found = plan.graph, []
     for device in sorted({buffer.device for buffer in graph.buffers} | {*graph.devices}):
         own = [kernel.id for kernel in graph.kernels if kernel.device == device and kernel.id not in graph.links]

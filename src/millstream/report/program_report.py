@@ -97,7 +97,7 @@ class ProgramReport:
         return accounts
 
     def _tried(self) -> str:
-        """What came of plans with more streams than the one that was chosen."""
+        """Return what came of plans with more streams than the one that was chosen."""
         tried = [each for each in self.candidates if each.streams > 1 and self.streams == 1]
         measured = [each for each in tried if each.measured_ns is not None]
         how = "was quicker when measured" if measured else "was predicted to be quicker"
@@ -146,7 +146,7 @@ class ProgramReport:
         return {} if self.timeline is None else time_of_kernels(self.timeline)
 
     def expected_ns(self, kernel: int) -> int | None:
-        """What a kernel was predicted, or calculated, to take; ``None`` without costs."""
+        """Return what a kernel was predicted, or calculated, to take; ``None`` without costs."""
         return None if self.costs is None else self.costs.kernels[kernel].duration_ns
 
     @property
@@ -194,7 +194,7 @@ class ProgramReport:
         ]
 
     def _caption(self, kind: str, account: Account) -> str:
-        """What is said first of a picture."""
+        """Return what is said first of a picture."""
         if kind == "calculated":
             return "Calculated from bytes and operations: no kernel was measured, and lengths say little."
         if kind == "predicted" and self.is_implausible:
@@ -331,13 +331,13 @@ class ProgramReport:
         return f"nothing ran {whole} of the time: " + ", ".join(f"{why} {duration(t)}" for why, t in causes.items())
 
     def _inputs(self) -> list[str]:
-        """What the program was compiled for; those alike are listed once."""
+        """Return what the program was compiled for; those alike are listed once."""
         found = [each if number == 1 else f"{number} x {each}" for each, number in Counter(self.inputs).items()]
         more = [f"{len(found) - _INPUTS} more kinds"] if len(found) > _INPUTS + 1 else []
         return [f"for {', '.join(found[:_INPUTS] + more if more else found)}"] if found else []
 
     def _times(self) -> list[str]:
-        """What bounds a run, and how long it takes beside what it could."""
+        """Return what bounds a run, and how long it takes beside what it could."""
         times = {"measured": self.measured_ns, self.guess: self.predicted_ns}
         known = ", ".join(f"{kind} {duration(time_ns)}" for kind, time_ns in times.items() if time_ns is not None)
         account = next(iter(self.accounts.values()), None)
@@ -412,7 +412,7 @@ def _timeline_data(timeline: Timeline) -> dict[str, Any]:
 
 
 def _alternative_lines(alternatives: Sequence[Tried]) -> list[str]:
-    """What was tried in place of the usual kernels, at which sites, and what the whole program took."""
+    """Return what was tried in place of the usual kernels, at which sites, and what the whole program took."""
     rows = [
         (
             each.alternative,

@@ -45,7 +45,7 @@ class Arrivals:
         return Arrivals(len(times_ns), tuple(last), tuple(waited))
 
     def text(self, step_ns: int | None = None) -> str:
-        """Who waits for whom, in words; empty where nothing is known.
+        """Return who waits for whom, in words; empty where nothing is known.
 
         Args:
             step_ns: Length of a step: a wait that is little of it is reported as such.
@@ -129,11 +129,11 @@ class CommunicationReport:
         return lines
 
     def waits(self) -> str:
-        """Who waits for whom, in words."""
+        """Return who waits for whom, in words."""
         return self.arrivals.text(next(iter(self.runs.values())).end_ns)
 
     def sentences(self) -> dict[str, str]:
-        """How much communication there is and how much of it is hidden, by the run."""
+        """Return how much communication there is and how much of it is hidden, by the run."""
         found = {}
         for kind, transfers in self.transfers.items():
             took_ns, exposed_ns = sum(t.took_ns for t in transfers), sum(t.exposed_ns for t in transfers)

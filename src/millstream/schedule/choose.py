@@ -52,7 +52,7 @@ class Rules:
     margin: float
 
     def leaves_nothing_to_gain(self, graph: KernelGraph, costs: Costs, serial_ns: int) -> bool:
-        """Whether the longest chain of kernels takes nearly all of the time on one stream."""
+        """Return whether the longest chain of kernels takes nearly all of the time on one stream."""
         return critical_path_ns(graph, costs) > (1 - self.slack) * serial_ns
 
 
@@ -93,7 +93,7 @@ class CandidatePlan:
     recipe: PlanRecipe | None = None
 
     def is_promising(self, serial: CandidatePlan, rules: Rules) -> bool:
-        """Whether it is predicted to be as much faster than one stream as it takes to be tried."""
+        """Return whether it is predicted to be as much faster than one stream as it takes to be tried."""
         return self.predicted_ns <= (1 - rules.promise) * serial.predicted_ns
 
     def describe(self, outcome: str = "", measured_ns: int | None = None) -> Candidate:

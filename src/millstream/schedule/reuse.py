@@ -140,7 +140,7 @@ class _TimedArena:
         return offset
 
     def _in_the_way(self, stay: _Stay, stream: int) -> NDArray[np.bool_]:
-        """Which placed buffers are neither over before a stay begins nor begin after it is over."""
+        """Return which placed buffers are neither over before a stay begins nor begin after it is over."""
         (starts, ends), (first_streams, last_streams) = self._times[:, : self._count], self._streams[:, : self._count]
         over = ends + np.where(last_streams == stream, 0, self._wait_ns) <= stay.start_ns
         later = starts >= stay.end_ns + np.where(first_streams == stay.end_stream, 0, self._wait_ns)

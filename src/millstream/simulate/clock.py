@@ -129,7 +129,7 @@ class _Clock:
         return True
 
     def _rates(self) -> dict[int, float]:
-        """How fast each running kernel works, as a share of its speed when alone."""
+        """Return how fast each running kernel works, as a share of its speed when alone."""
         if not self.shared or len(self.running) <= 1:
             return dict.fromkeys(self.running, 1.0)
         if len(self.next_start) == 1:

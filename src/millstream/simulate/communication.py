@@ -62,13 +62,13 @@ _OPERATIONS = {"broadcast": "broadcast", "scatter": "reduce_scatter", "gather": 
 
 
 def operation_of(kernel: Kernel) -> str:
-    """What a collective does, by the name of its first operator; an all-reduce where that says nothing else."""
+    """Return what a collective does, by the name of its first operator; an all-reduce where that says nothing else."""
     name = kernel.ops[0] if kernel.ops else ""
     return next((operation for part, operation in _OPERATIONS.items() if part in name), "all_reduce")
 
 
 def bucket_bytes(graph: KernelGraph, kernel: Kernel) -> int:
-    """What travels in a collective."""
+    """Return what travels in a collective."""
     return sum(graph.buffer_of[name].num_bytes for name in kernel.writes)
 
 

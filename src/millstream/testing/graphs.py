@@ -249,7 +249,7 @@ class _RandomGraph:
         return buffer.id
 
     def owner(self, name: str) -> str:
-        """Whose memory a buffer is."""
+        """Return whose memory a buffer is."""
         buffers = {buffer.id: buffer for buffer in self.buffers}
         while (alias := buffers[name].alias_of) is not None:
             name = alias

@@ -98,7 +98,7 @@ class Windows:
         self._since_ns = now
 
     def at_step(self, number: int, now: int) -> Turn | None:
-        """What to do now.
+        """Return what to do now.
 
         Args:
             number: How many steps there were; goes up by one.

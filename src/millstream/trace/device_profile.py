@@ -113,7 +113,7 @@ def _steps_within(steps: Sequence[ProfiledStep], trace: DeviceTrace) -> tuple[Pr
 def _slowed(
     steps: Sequence[ProfiledStep], within: Sequence[ProfiledStep], over: int | None
 ) -> tuple[float | None, float | None]:
-    """How much longer steps took in the window than outside, and what they take after it on average.
+    """Return how much longer steps took in the window than outside, and what they take after it on average.
 
     Outside are the steps after both windows, or where those are few, the last ones before the first: the median of
     several tells what a step takes, though the first one of them may still have compiled something. The other number

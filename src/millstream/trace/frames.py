@@ -32,7 +32,10 @@ def take_stack(frame: FrameType | None) -> RawStack:
 
 
 def key_of(frame: FrameType | None) -> tuple[int, ...]:
-    """What tells a stack from others: as the code of one that is kept lives on, addresses do, and hash quickly."""
+    """Return what tells a stack from others.
+
+    As the code of one that is kept lives on, addresses do, and hash quickly.
+    """
     found: list[int] = []
     while frame is not None and len(found) < 2 * MAX_DEPTH:
         found += (id(frame.f_code), frame.f_lasti)
@@ -77,7 +80,10 @@ def sites_of(stack: RawStack) -> tuple[Site, ...]:
 
 @cache
 def is_between_instructions(code: CodeType, position: int) -> bool | None:
-    """Whether a frame stands where Python gives the interpreter away between instructions; ``None`` at a call."""
+    """Return whether a frame stands where Python gives the interpreter away between instructions.
+
+    ``None`` at a call.
+    """
     if not 0 <= position < len(code.co_code):
         return None
     name = dis.opname[code.co_code[position]]

@@ -9,7 +9,7 @@ from millstream.insight import Cause, Note, Site
 
 
 def notes_of(breaks: Iterable[tuple[int, str]], began_unix_ns: int, began_ns: int) -> list[Note]:
-    """What was compiled again, and what broke a graph, since a moment.
+    """Return what was compiled again, and what broke a graph, since a moment.
 
     Args:
         breaks: When, and Dynamo's text.

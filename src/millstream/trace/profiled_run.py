@@ -305,7 +305,7 @@ def _why_sparse(samples: list[Sample], steps: list[ProfiledStep]) -> list[str]:
 
 
 def _event_ns(depth: int = PRICED_DEPTH) -> int:
-    """What a hook costs on this machine."""
+    """Return what a hook costs on this machine."""
     if depth:
         return _event_ns(depth - 1)
     log, start = Log(), clock()

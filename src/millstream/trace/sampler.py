@@ -184,7 +184,7 @@ class Sampler:
         return int(told[1]) if len(told) > 1 else -1
 
     def _sleeps_in(self, ident: int) -> Asleep | None:
-        """Whether a thread sleeps, and in which system call: the system writes its number, or ``running``."""
+        """Return whether a thread sleeps, and in which system call: the system writes its number, or ``running``."""
         told = self._ask(ident, "syscall")
         if not told or not self._locks or not self._interpreter:
             return None
@@ -211,7 +211,7 @@ class Sampler:
 
 
 def _addresses_of_interpreter() -> range:
-    """Where Python's global lock lies; empty where that cannot be determined."""
+    """Return where Python's global lock lies; empty where that cannot be determined."""
     try:
         begin = ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
     except (ValueError, AttributeError):
@@ -220,7 +220,10 @@ def _addresses_of_interpreter() -> range:
 
 
 def cpu_ns_of_threads(looks: Sequence[Look]) -> dict[int, int]:
-    """How long each thread ran from the first look to its last one; a thread that has begun since, from its start."""
+    """Return how long each thread ran from the first look to its last one.
+
+    A thread that has begun since, from its start.
+    """
     sees_all = bool(looks) and len(looks[0].threads) < MAX_THREADS
     ran: dict[int, tuple[int, int]] = {}
     for look in looks:
@@ -231,7 +234,7 @@ def cpu_ns_of_threads(looks: Sequence[Look]) -> dict[int, int]:
 
 
 def samples_of(looks: Iterable[Look], thread: int) -> list[Sample]:
-    """What the looks say of one thread, each for the time since the one before."""
+    """Return what the looks say of one thread, each for the time since the one before."""
     found: list[Sample] = []
     before: Look | None = None
     ran: dict[int, int] = {}

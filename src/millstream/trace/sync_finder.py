@@ -218,7 +218,7 @@ def _without_machinery(stack: tuple[Site, ...]) -> tuple[Site, ...]:
 
 
 def _is_the_hosts(stack: tuple[Site, ...]) -> bool:
-    """Whether a value that is read would be on the CPU also where there is a GPU."""
+    """Return whether a value that is read would be on the CPU also where there is a GPU."""
     if any(part in site.file for site in stack for part in _NOT_OF_A_DEVICE):
         return True
     return any(site.function in _HOST_SCALARS and "/torch/optim/" in site.file for site in stack)

@@ -36,7 +36,7 @@ def as_tensor(leaf: Any, name: Callable[[], str] = lambda: "An array in the batc
 
 
 def has_numbers(node: Any) -> bool:
-    """Whether an array, or what can be seen as one, can be a tensor."""
+    """Return whether an array, or what can be seen as one, can be a tensor."""
     dtype = getattr(node, "dtype", None)
     if not isinstance(dtype, np.dtype):
         dtype = np.asarray(node).dtype
@@ -44,7 +44,7 @@ def has_numbers(node: Any) -> bool:
 
 
 def hides_tensors(node: Any) -> bool:
-    """Whether an array of objects has tensors among these."""
+    """Return whether an array of objects has tensors among these."""
     return isinstance(node, np.ndarray) and node.dtype == object and any(isinstance(each, Tensor) for each in node.flat)
 
 

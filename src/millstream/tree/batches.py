@@ -69,7 +69,7 @@ def register(kind: type[T], take_apart: TakeApart | None = None) -> None:
 
 
 def is_registered(kind: type) -> bool:
-    """Whether it is known what is in objects of a class, by ``register`` or by PyTorch's own trees."""
+    """Return whether it is known what is in objects of a class, by ``register`` or by PyTorch's own trees."""
     return pytrees.is_registered(kind) or any(_registered.get(base) is not None for base in kind.__mro__)
 
 
@@ -191,14 +191,14 @@ class _BatchFlattener(Flattener):
         return Reference(value) if known is None else known
 
     def once(self, value: Any) -> Structure:
-        """What is listed once, wherever it is an attribute, or tells the rows of a jagged tensor."""
+        """Return what is listed once, wherever it is an attribute, or tells the rows of a jagged tensor."""
         return self.index_of.get(id(value)) or self.flatten(value)
 
     def within_itself(self, value: Any) -> Structure:  # noqa: ARG002
         raise RecursionError
 
     def complete(self, value: Any, structure: Container) -> Structure:
-        """What nothing moves in is used as it is."""
+        """Return what nothing moves in is used as it is."""
         stays = all(type(child) is Reference or getattr(child, "extra", None) is _COPY for child in structure.children)
         return Reference(value) if stays else structure
 
@@ -236,7 +236,7 @@ _sorts: WeakKeyDictionary[type, Any] = WeakKeyDictionary()
 
 
 def _sort(node: Any) -> Any:
-    """What ``node`` is to a feed: ``_LEAF``, ``_STAY``, a ``_Branch``, ``None`` for an unknown thing."""
+    """Return what ``node`` is to a feed: ``_LEAF``, ``_STAY``, a ``_Branch``, ``None`` for an unknown thing."""
     kind = type(node)
     if kind is Tensor:
         return _LEAF

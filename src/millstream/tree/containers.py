@@ -94,7 +94,7 @@ def form_of_class(kind: type) -> ContainerForm:
 
 
 def is_open_container(value: Any) -> bool:
-    """Whether it is taken apart wherever it stands: lists, tuples, dicts and dataclasses are."""
+    """Return whether it is taken apart wherever it stands: lists, tuples, dicts and dataclasses are."""
     return isinstance(value, tuple | list | dict) or (is_dataclass(value) and not isinstance(value, type))
 
 

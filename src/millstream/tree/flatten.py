@@ -42,7 +42,7 @@ class Flattener:
         self.num_made = 0
 
     def flatten(self, value: Any) -> Structure:
-        """What stands for a value, whose leaves are noted."""
+        """Return what stands for a value, whose leaves are noted."""
         raise NotImplementedError
 
     def attribute(self, owner: Any, name: str, value: Any) -> Structure:  # noqa: ARG002  for those that tell them apart
@@ -50,15 +50,15 @@ class Flattener:
         return self.flatten(value)
 
     def within_itself(self, value: Any) -> Structure:
-        """What stands for a container within that very container."""
+        """Return what stands for a container within that very container."""
         return Reference(value)
 
     def complete(self, value: Any, structure: Container) -> Structure:  # noqa: ARG002
-        """What stands for a container whose parts are known."""
+        """Return what stands for a container whose parts are known."""
         return structure
 
     def container(self, kind: type, value: Any, opener: Callable[[Any, Any], Container] | None = None) -> Structure:
-        """What stands for a container, which ``opener`` opens in place of the table."""
+        """Return what stands for a container, which ``opener`` opens in place of the table."""
         if kind is tuple and opener is None:
             return self.complete(value, Container(kind, (), tuple(map(self.flatten, value))))
         key = id(value)

@@ -132,7 +132,7 @@ Structure: TypeAlias = Leaf | PlainValue | Number | Reference | Around | Again |
 
 
 def keys_of(value: Any) -> tuple[Any, ...]:
-    """What is compared of a dict's keys: their order, types and values."""
+    """Return what is compared of a dict's keys: their order, types and values."""
     keys = tuple(value)
     return keys if {*map(type, keys)} <= {str} else tuple(PlainValue(type(key), key) for key in keys)
 

@@ -21,7 +21,10 @@ class Recompilation(NamedTuple):
 
 
 def is_loaded() -> bool:
-    """Whether Dynamo is there; importing it takes seconds, and most scripts do so themselves at the first step."""
+    """Return whether Dynamo is there.
+
+    Importing it takes seconds, and most scripts do so themselves at the first step.
+    """
     return hasattr(sys.modules.get("torch._dynamo.callback"), "callback_handler")
 
 

@@ -20,20 +20,20 @@ from millstream._torch.tracing import OneThreads
 
 
 def is_compiling() -> bool:
-    """Whether this thread is compiling or tracing. While any thread is, PyTorch says so to all of them."""
+    """Return whether this thread is compiling or tracing. While any thread is, PyTorch says so to all of them."""
     flag: Any = torch.compiler.is_compiling()
     return flag is not False and bool(flag) and _compiles_here()
 
 
 def compile_lock() -> Any:
-    """What Dynamo holds while it compiles, in all threads together; re-entrant."""
+    """Return what Dynamo holds while it compiles, in all threads together; re-entrant."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
 
 
 def compiles_elsewhere() -> bool:
-    """Whether another thread is compiling or tracing."""
+    """Return whether another thread is compiling or tracing."""
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
     if lock is None:
         return False
@@ -93,7 +93,7 @@ def sizes_as_they_are() -> AbstractContextManager[None]:
 
 @functools.cache
 def _exclusion_override() -> ContextVar[Any] | None:
-    """Where Dynamo asks whether a graph for any size leaves known sizes to others; ``None`` before 2.13."""
+    """Return where Dynamo asks whether a graph for any size leaves known sizes to others; ``None`` before 2.13."""
     config: Any = importlib.import_module("torch._dynamo.config")
     entry = config._config.get("automatic_dynamic_exclusion_guard")
     override = getattr(entry, "user_override", None)
@@ -196,7 +196,7 @@ def _is_freezing(asked_before: Callable[[], bool]) -> bool:
 
 
 def _freezes(backend: Any) -> bool:
-    """Whether a backend, or what it wraps, has ``freezes`` set."""
+    """Return whether a backend, or what it wraps, has ``freezes`` set."""
     wrapped = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn", "func")
     while backend is not None and not hasattr(backend, "freezes"):
         backend = next((getattr(backend, name) for name in wrapped if hasattr(backend, name)), None)
@@ -226,21 +226,24 @@ def guard_switches() -> None:
 
 
 def known_obstacles() -> Counter[str]:
-    """How often Dynamo has met what it cannot capture, by reason. Tried on 2.11 and 2.13."""
+    """Return how often Dynamo has met what it cannot capture, by reason. Tried on 2.11 and 2.13."""
     from torch._dynamo.utils import counters
 
     return Counter[str](counters["graph_break"]) + Counter[str](counters["unimplemented"])
 
 
 def num_refused_forms() -> int:
-    """How often Dynamo has refused one more form of a function, of which it takes so many. Tried on 2.11 and 2.13."""
+    """Return how often Dynamo has refused one more form of a function, of which it takes so many.
+
+    Tried on 2.11 and 2.13.
+    """
     from torch._dynamo.utils import counters
 
     return sum(number for reason, number in counters["unimplemented"].items() if "recompile limit" in reason)
 
 
 def is_compiled_by_torch(function: Any) -> bool:
-    """Whether ``torch.compile`` has made a module or function. Tried on 2.11 and 2.13."""
+    """Return whether ``torch.compile`` has made a module or function. Tried on 2.11 and 2.13."""
     if isinstance(function, torch._dynamo.OptimizedModule):
         return True
     names = getattr(function, "__dict__", {})  # not by getattr: a compiled part's attribute is not the whole's

@@ -13,7 +13,7 @@ _TRACING = "_dynamo/convert_frame.py"
 
 
 def raised_before_running(error: BaseException, is_users: Callable[[str], bool]) -> bool:
-    """Whether Dynamo has raised an error, or passed it on, before any of the user's code ran.
+    """Return whether Dynamo has raised an error, or passed it on, before any of the user's code ran.
 
     Args:
         error: As caught where the compiled function was called.

@@ -74,7 +74,7 @@ def _repeated(compiled: Callable[..., Any], at_last: Callable[..., Any]) -> Call
 
 
 def _begins_a_call(caller: FrameType | None) -> bool:
-    """Whether Dynamo itself calls what is looked up, so that nothing of the user's call has run before."""
+    """Return whether Dynamo itself calls what is looked up, so that nothing of the user's call has run before."""
     from torch._dynamo import eval_frame
 
     code = None if caller is None else caller.f_code

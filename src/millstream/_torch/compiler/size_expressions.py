@@ -112,7 +112,7 @@ def guards_of(symbols: Mapping[str, Any]) -> str:
 
 
 def hold_guards(text: str, numbers: Sequence[Any]) -> bool:
-    """Whether guards hold for the present call; if so, they are guards of the present graph from now on.
+    """Return whether guards hold for the present call; if so, they are guards of the present graph from now on.
 
     Args:
         text: Made by ``guards_of``.

@@ -28,7 +28,7 @@ NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def is_symbolic(values: Iterable[Any]) -> bool:
-    """Whether there is a symbolic number, or a tensor that has one for a size or stride."""
+    """Return whether there is a symbolic number, or a tensor that has one for a size or stride."""
     return any(isinstance(value, NUMBERS) or _has_symbolic_sizes(value) for value in values)
 
 
@@ -39,12 +39,12 @@ def _has_symbolic_sizes(value: Any) -> bool:
 
 
 def expression_of(number: Any) -> sympy.Basic:
-    """What a symbolic number is, in the symbols that are left of those once equal."""
+    """Return what a symbolic number is, in the symbols that are left of those once equal."""
     return number.node.expr  # type: ignore[no-any-return]
 
 
 def definition_of(number: Any) -> sympy.Basic:
-    """What a symbolic number is, in the symbols that it was made of."""
+    """Return what a symbolic number is, in the symbols that it was made of."""
     return number.node._expr  # type: ignore[no-any-return]
 
 
@@ -61,7 +61,7 @@ def with_numbers(tree: Any, number_of: Callable[[sympy.Basic], Any]) -> Any:
 
 
 def may_overlap_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a strided tensor may lie at one place. Nothing is decided about symbolic sizes."""
+    """Return whether two elements of a strided tensor may lie at one place. Nothing is decided about symbolic sizes."""
     all_steps = zip(tensor.shape, tensor.stride(), strict=True)
     steps = [(size, stride) for size, stride in all_steps if not statically_known_true(size == 1)]
     if not all(number.node.has_hint() for step in steps for number in step if isinstance(number, torch.SymInt)):
@@ -106,7 +106,7 @@ def mode_for_sizes() -> FakeTensorMode:
 
 
 def calculating_methods() -> dict[str, FunctionType]:
-    """What symbolic numbers are calculated, compared and decided by."""
+    """Return what symbolic numbers are calculated, compared and decided by."""
     return {name: method for name, method in vars(SymNode).items() if isinstance(method, FunctionType)}
 
 
@@ -149,7 +149,7 @@ def guard_of(mode: FakeTensorMode, numbers: Sequence[Any]) -> Callable[..., bool
 
 
 def is_constant(number: Any) -> bool:
-    """Whether a size is no symbol any more, if it ever was."""
+    """Return whether a size is no symbol any more, if it ever was."""
     return not isinstance(number, torch.SymInt) or number.node.maybe_as_int() is not None
 
 

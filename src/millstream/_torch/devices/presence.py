@@ -6,7 +6,7 @@ import torch
 
 
 def has_gpu() -> bool:
-    """Whether there is a GPU, as far as NVML tells. CUDA is left uninitialized.
+    """Return whether there is a GPU, as far as NVML tells. CUDA is left uninitialized.
 
     ``torch.cuda.is_available()`` initializes the driver. After that, ``CUDA_VISIBLE_DEVICES`` has no effect any more,
     and forked processes cannot use the GPU. ``device_count`` does so only where NVML is missing.

@@ -29,7 +29,7 @@ def current_device() -> int:
 
 
 def is_capturing(index: int) -> bool:
-    """Whether that stream is being captured into a CUDA graph; does not disturb the capture."""
+    """Return whether that stream is being captured into a CUDA graph; does not disturb the capture."""
     if torch._C._cuda_getDevice() == index:
         captures: bool = torch._C._cuda_isCurrentStreamCapturing()
         return captures
@@ -38,7 +38,7 @@ def is_capturing(index: int) -> bool:
 
 
 def stream_setter(stream: Any) -> Callable[[], Any]:
-    """What makes a CUDA stream, and its device, the calling thread's current one: 0.3 µs against 1.5."""
+    """Return what makes a CUDA stream, and its device, the calling thread's current one: 0.3 µs against 1.5."""
     return functools.partial(torch._C._cuda_setStream, stream.stream_id, stream.device_index, stream.device_type)
 
 

@@ -75,7 +75,7 @@ def fully_sharded_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def is_shard(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor`` of which each process of a mesh of one dimension has some rows."""
+    """Return whether a tensor is a ``DTensor`` of which each process of a mesh of one dimension has some rows."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or type(tensor) is not module.DTensor or tensor.device_mesh.ndim != 1:
         return False
@@ -84,7 +84,7 @@ def is_shard(tensor: Any) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor: its rows of a shard, with no gradient; another tensor itself."""
+    """Return what this process has of a tensor: its rows of a shard, with no gradient; another tensor itself."""
     return tensor._local_tensor if is_shard(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
@@ -100,7 +100,7 @@ def replicated_like(value: Tensor, shard: Tensor) -> Tensor:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a tensor is a ``DTensor`` that all processes have alike."""
+    """Return whether a tensor is a ``DTensor`` that all processes have alike."""
     module = sys.modules.get("torch.distributed.tensor")
     return (
         module is not None and type(tensor) is module.DTensor and all(each.is_replicate() for each in tensor.placements)
@@ -124,7 +124,9 @@ def _groups(state: Any) -> list[Any]:
 
 
 def why_not_sharded_by_us(module: nn.Module) -> str:
-    """Why parameters of a module under ``fully_shard`` cannot be gathered in its hooks' place; empty where they can.
+    """Return why parameters of a module under ``fully_shard`` cannot be gathered in its hooks' place.
+
+    Empty where they can.
 
     A matter of settings alone, so that all processes say the same.
     """
@@ -179,12 +181,12 @@ def make_ready(module: nn.Module) -> None:
 
 
 def is_ready(module: nn.Module) -> bool:
-    """Whether the first forward pass has been."""
+    """Return whether the first forward pass has been."""
     return _state(module)._is_root is not None
 
 
 def parameters_of(module: nn.Module) -> list[ShardedParameter]:
-    """Those that are gathered together for a module's forward pass, frozen ones included."""
+    """Return those that are gathered together for a module's forward pass, frozen ones included."""
     return [
         ShardedParameter(each._param_fqn or each._module_info.param_name, each._orig_size, tuple(_places(each)))
         for group in _groups(_state(module))
@@ -210,7 +212,7 @@ def precision_of(module: nn.Module) -> Precision:
 
 
 def gathers_again(module: nn.Module) -> bool:
-    """Whether its parameters are given back after the forward pass, and gathered again in the backward pass."""
+    """Return whether its parameters are given back after the forward pass, and gathered again in the backward pass."""
     return any(group._reshard_after_forward for group in _groups(_state(module)))
 
 
@@ -225,7 +227,7 @@ def cast_floats(dtype: torch.dtype, values: Any) -> Any:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes."""
+    """Return where a module computes."""
     return _state(module)._device  # type: ignore[no-any-return]
 
 
@@ -285,12 +287,12 @@ def put_hooks_off(module: nn.Module, running: Callable[[], Runs | None]) -> None
 
 
 def any_sharded() -> bool:
-    """Whether any module's hooks have been put off."""
+    """Return whether any module's hooks have been put off."""
     return bool(_put_off)
 
 
 def hooks_are_off(module: nn.Module) -> bool:
-    """Whether ``put_hooks_off`` was called for it."""
+    """Return whether ``put_hooks_off`` was called for it."""
     return isinstance(_state(module)._pre_forward, OwnHook)
 
 
@@ -304,7 +306,7 @@ def set_parameter(place: tuple[nn.Module, str], tensor: Tensor) -> None:
 
 
 def can_be_divided(module: nn.Module, name: str) -> bool:
-    """Whether ``fully_shard`` takes a parameter, and a module lets it be replaced."""
+    """Return whether ``fully_shard`` takes a parameter, and a module lets it be replaced."""
     tensor = module._parameters[name]
     if type(tensor) is not nn.Parameter or type(module).__setattr__ is not nn.Module.__setattr__:
         return False

@@ -87,7 +87,7 @@ def call_around(wrapper: DistributedDataParallel, compiled: Callable[..., Any]) 
 
 
 def why_not_ours(wrapper: DistributedDataParallel) -> str:
-    """Why gradients of ``wrapper`` cannot be reduced in its reducer's place; empty where they can.
+    """Return why gradients of ``wrapper`` cannot be reduced in its reducer's place; empty where they can.
 
     A matter of settings alone, so that all processes say the same.
     """
@@ -240,7 +240,7 @@ def _choosing(original: Any, choose: Callable[[], Callable[..., Any] | None]) ->
 
 
 def is_distributed_run() -> bool:
-    """Whether there is a process group."""
+    """Return whether there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 

@@ -94,7 +94,7 @@ def find_check() -> LateCheck | None:
 
 
 def _span_asked(code: CodeType, offset: int) -> Span | None:
-    """Where the expression stands whose truth an instruction asks for; ``None`` for any other instruction."""
+    """Return where the expression stands whose truth an instruction asks for; ``None`` for any other instruction."""
     name, place = opcode.opname[code.co_code[offset]], offset // 2
     if name != "COMPARE_OP":  # which asks by itself, from Python 3.13 on
         if name != "TO_BOOL" and not name.startswith("POP_JUMP"):
@@ -119,7 +119,10 @@ def _deciding(test: ast.expr, outcome: bool, span: Span) -> tuple[ast.expr, bool
 
 
 def _is_asked_by_containers(frame: FrameType, asked: ast.expr, value_of: Callable[[ast.expr], Any]) -> bool:
-    """Whether a comparison may be one of lists, which ask their items; then those decide nothing by themselves."""
+    """Return whether a comparison may be one of lists, which ask their items.
+
+    Then those decide nothing by themselves.
+    """
     if opcode.opname[frame.f_code.co_code[frame.f_lasti]] != "COMPARE_OP":
         return False
     operands = [asked.left, *asked.comparators] if isinstance(asked, ast.Compare) else []
@@ -135,7 +138,7 @@ def _body_of(statement: ast.If | ast.Assert) -> list[ast.stmt]:
 
 
 def _leaves(body: list[ast.stmt], value_of: Callable[[ast.expr], Any]) -> bool:
-    """Whether nothing of the function runs after ``body``."""
+    """Return whether nothing of the function runs after ``body``."""
     if any(isinstance(node, _CHANGES_WAY) for part in body for node in ast.walk(part)):
         return False
     match body[-1]:
@@ -149,7 +152,7 @@ def _leaves(body: list[ast.stmt], value_of: Callable[[ast.expr], Any]) -> bool:
 
 
 def _only_shows(body: list[ast.stmt], value_of: Callable[[ast.expr], Any], variables: Mapping[str, Any]) -> bool:
-    """Whether ``body`` only prints and logs what will not be another by then."""
+    """Return whether ``body`` only prints and logs what will not be another by then."""
     calls = [part.value for part in body if isinstance(part, ast.Expr) and isinstance(part.value, ast.Call)]
     if len(calls) < len(body) or not all(_shows(value_of(call.func)) for call in calls):
         return False
@@ -163,14 +166,17 @@ def _only_shows(body: list[ast.stmt], value_of: Callable[[ast.expr], Any], varia
 
 
 def _is_read_later(node: ast.expr, value_of: Callable[[ast.expr], Any], variables: Mapping[str, Any]) -> bool:
-    """Whether something is shown that the step may go on changing: a tensor that is not kept as it is, an object."""
+    """Return whether something is shown that the step may go on changing.
+
+    A tensor that is not kept as it is, an object.
+    """
     if isinstance(node, ast.Name) and isinstance(variables.get(node.id), Tensor):
         return False
     return isinstance(value_of(node), Tensor | nn.Module | Optimizer | list | dict | set)
 
 
 def _only_reads(function: ast.expr, variables: Mapping[str, Any]) -> bool:
-    """Whether a call, of which this is the function, gives something of a variable and does nothing else."""
+    """Return whether a call, of which this is the function, gives something of a variable and does nothing else."""
     match function:
         case ast.Name(id=name):
             return name in ("float", "int", "round", "len", "str", "repr") and name not in variables
@@ -189,7 +195,10 @@ def _shows(function: Any) -> bool:
 
 
 def _value_of(node: ast.expr, scopes: Sequence[Any]) -> Any:
-    """What a name stands for, or an attribute of a module, logger or the like; ``None`` where that is unknown."""
+    """Return what a name stands for, or an attribute of a module, logger or the like.
+
+    ``None`` where that is unknown.
+    """
     if isinstance(node, ast.Name):
         return next((scope[node.id] for scope in scopes if node.id in scope), None)
     if isinstance(node, ast.Attribute):
@@ -201,7 +210,7 @@ def _value_of(node: ast.expr, scopes: Sequence[Any]) -> Any:
 
 
 def _is_of_class(body: list[ast.stmt]) -> bool:
-    """Whether names in ``body`` mean something in the body of a class only."""
+    """Return whether names in ``body`` mean something in the body of a class only."""
     nodes = [node for part in body for node in ast.walk(part)]
     names = [name for node in nodes if isinstance(name := getattr(node, "id", getattr(node, "attr", None)), str)]
     return any(name == "super" or (name.startswith("__") and not name.endswith("__")) for name in names)
@@ -209,7 +218,7 @@ def _is_of_class(body: list[ast.stmt]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _statements_of(code: CodeType) -> list[ast.If | ast.Assert]:
-    """Those in the source of some code; none where there is no source, or another than was compiled."""
+    """Return those in the source of some code; none where there is no source, or another than was compiled."""
     try:
         tree = ast.parse("".join(linecache.getlines(code.co_filename)))
         compiled = compile(tree, code.co_filename, "exec", dont_inherit=True)

@@ -44,7 +44,7 @@ class Drawing:
         self._generators = [*{id(draw.generator): draw.generator for draw in draws}.values()] if can_fail else []
 
     def __call__(self, numbers: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
-        """What the graph reads, and what was drawn; ``None`` where the graph does not hold."""
+        """Return what the graph reads, and what was drawn; ``None`` where the graph does not hold."""
         given = [*numbers, *[None] * (self._first - len(numbers))]
         derived = states = None
         try:
@@ -73,7 +73,7 @@ def undrawn(generators: Iterable[Any]) -> Iterator[None]:
 
 
 def _is_safe(step: Ask | GraphRead | Draw, first: int, kinds: Sequence[Any]) -> bool:
-    """Whether a step cannot fail in one call if it has not in another."""
+    """Return whether a step cannot fail in one call if it has not in another."""
     if isinstance(step, Draw):
         operands = step.of.operands
         is_fixed = all(isinstance(each, Always) and isinstance(each.value, int | float) for each in operands)

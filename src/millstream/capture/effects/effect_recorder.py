@@ -52,7 +52,7 @@ _active = threading.local()
 
 
 def recorder_of_thread() -> EffectRecorder | None:
-    """What records the step that this thread is tracing, if it is."""
+    """Return what records the step that this thread is tracing, if it is."""
     return getattr(_active, "recorder", None)
 
 
@@ -168,14 +168,14 @@ class EffectRecorder:
         return HostScalar(Returned(call, part), self.questions, host, frozenset(), is_whole=is_whole, origin=origin)
 
     def time(self, clock: Callable[[], Any], *, is_whole: bool) -> HostScalar:
-        """What a clock gives, which is read once in each call."""
+        """Return what a clock gives, which is read once in each call."""
         reading = Reading(clock, len(self.readings))
         self.readings.append(reading)
         host = torch.device("cpu")
         return HostScalar(reading, self.questions, host, frozenset(), is_whole=is_whole, origin=CLOCK)
 
     def host_output(self, value: Any) -> Output:
-        """How a scalar, or text with tokens, is had after a replay."""
+        """Return how a scalar, or text with tokens, is had after a replay."""
         expression, needs = self._expression(value)
         self.outline.append(self._outline(value))
         return Output("host", value=expression, needs=needs)

@@ -186,7 +186,7 @@ def _in_order(expression: Expression, known: dict[int, str]) -> Iterator[Express
 
 
 def computes_the_same(one: Expression, other: Expression) -> bool:
-    """Whether two expressions, maybe of two traces, are the same function of the numbers."""
+    """Return whether two expressions, maybe of two traces, are the same function of the numbers."""
     waiting = [(one, other)]
     while waiting:
         one, other = waiting.pop()
@@ -205,7 +205,7 @@ def computes_the_same(one: Expression, other: Expression) -> bool:
 
 
 def indices_in(expression: Expression) -> set[int]:
-    """Which numbers an expression reads."""
+    """Return which numbers an expression reads."""
     waiting, found = [expression], set[int]()
     while waiting:
         each = waiting.pop()

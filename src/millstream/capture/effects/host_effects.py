@@ -41,7 +41,7 @@ class Way:
     outcome: bool  # its value where this way is taken
 
     def is_taken(self, values: Values) -> bool:
-        """Whether it was; waits for the device."""
+        """Return whether it was; waits for the device."""
         return bool(values.tensors[self.index]) is self.outcome
 
 
@@ -230,6 +230,6 @@ class Effects:
 
 
 def all_needs(effects: Iterable[Effect], outputs: Sequence[Output]) -> set[Leaf]:
-    """What effects and results read of the graph's results."""
+    """Return what effects and results read of the graph's results."""
     needs = [effect.needs if isinstance(effect, EffectCall) else effect.output.needs for effect in effects]
     return set().union(*needs, *(output.needs for output in outputs))

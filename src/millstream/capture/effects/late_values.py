@@ -76,13 +76,13 @@ class Values:
         return self._items[index]
 
     def share(self, shared: SharedValue) -> Any:
-        """What an expression gives, the same object each time."""
+        """Return what an expression gives, the same object each time."""
         if shared not in self._shared:
             self._shared[shared] = shared.of(self)
         return self._shared[shared]
 
     def time(self, index: int) -> Any:
-        """What a clock gave; the first one that is read after the graph has all read that are, in order."""
+        """Return what a clock gave; the first one that is read after the graph has all read that are, in order."""
         if index not in self._times:
             self._times = read_clocks(self._readings, is_early=False) | self._times
         return self._times[index]
@@ -101,7 +101,7 @@ class Reading:
 
 
 def read_clocks(readings: Sequence[Reading], *, is_early: bool) -> dict[int, Any]:
-    """What clocks give that are read before the graph runs, or after it, by the index of the reading."""
+    """Return what clocks give that are read before the graph runs, or after it, by the index of the reading."""
     return {reading.index: reading.clock() for reading in readings if reading.is_early is is_early}
 
 
@@ -260,5 +260,5 @@ class Texts:
 
 
 def holds_token(text: str) -> bool:
-    """Whether there is a token in a text, or what is left of one."""
+    """Return whether there is a token in a text, or what is left of one."""
     return _ANY.search(text) is not None

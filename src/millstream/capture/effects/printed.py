@@ -126,7 +126,7 @@ def _warnings_recorded(recorder: EffectRecorder) -> AbstractContextManager[None]
 
 
 def _recording(recorder: EffectRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
-    """What records calls of a function of a module or class."""
+    """Return what records calls of a function of a module or class."""
 
     def record(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_active:
@@ -178,7 +178,7 @@ def _logs_recorded(recorder: EffectRecorder) -> Iterator[None]:
 
 
 def _is_others(recorder: EffectRecorder, asking: FrameType | logging.Logger) -> bool:
-    """Whether what somebody asks or writes is none of the step's."""
+    """Return whether what somebody asks or writes is none of the step's."""
     name = asking.name if isinstance(asking, logging.Logger) else asking.f_globals.get("__name__", "")
     return name.partition(".")[0] in _OTHERS or not recorder.is_active
 
@@ -245,6 +245,6 @@ def _noted(recorder: EffectRecorder, ask: Callable[[], Any]) -> Any:
 
 
 def _held(owner: Any, name: str) -> Any:
-    """What can be compared of an attribute that a logger or handler has, or has not."""
+    """Return what can be compared of an attribute that a logger or handler has, or has not."""
     value = getattr(owner, name, None)
     return [*value] if isinstance(value, list | dict) else value

@@ -91,7 +91,7 @@ def _add_written(guards: Guards, traced: Traced) -> None:
 
 
 def _list_apart(others: Sequence[Location], value: Any) -> Any:
-    """What is to be so of a list that may be another in each call, beside others that may be."""
+    """Return what is to be so of a list that may be another in each call, beside others that may be."""
     return type(value), [each.get() is value for each in others]
 
 
@@ -135,7 +135,10 @@ def _add_forms(guards: Guards, request: Request, traced: Traced, used: Container
 
 
 def expect_of_arguments(request: Request, traced: Traced) -> list[tuple[int, Callable[[Any], Any], Any]]:
-    """What else than their shapes and dtypes the step may have read of its arguments: position, form, what it was."""
+    """Return what else than their shapes and dtypes the step may have read of its arguments.
+
+    Position, form, what it was.
+    """
     expected: list[tuple[int, Callable[[Any], Any], Any]] = []
     own = {id(read.owner) for read in traced.record.reads if read.kind is not Kind.TENSOR}
     for index, argument in enumerate(request.arguments):
@@ -210,7 +213,10 @@ def _add_optimizer(
 
 
 def _may_have_children(module: nn.Module) -> bool:
-    """Whether it, or code of the user's, goes through its submodules: PyTorch's own layers have none to go through."""
+    """Return whether it, or code of the user's, goes through its submodules.
+
+    PyTorch's own layers have none to go through.
+    """
     return isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) or not type(module).__module__.startswith(
         "torch.nn.modules"
     )

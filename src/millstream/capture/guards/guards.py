@@ -77,11 +77,11 @@ class Check:
         self.values.append(self.read(thing) if value is MISSING else value)
 
     def now(self) -> Iterator[Any]:
-        """What is read now."""
+        """Return what is read now."""
         return map(self.read, self.things)
 
     def holds(self) -> bool:
-        """Whether all of them hold."""
+        """Return whether all of them hold."""
         if self.test is eq:
             return [*self.now()] == self.values
         if self.test is not is_same:
@@ -94,7 +94,7 @@ class Check:
         return True
 
     def broken(self) -> Iterator[Break]:
-        """Those that don't."""
+        """Yield those that don't."""
         for thing, name, value in zip(self.things, self.names, self.values, strict=True):
             now = MISSING
             with contextlib.suppress(KeyError, IndexError, ValueError, RuntimeError):
@@ -181,7 +181,10 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
 
 
 def original_of(value: Any) -> Any:
-    """What stands in a place where Millstream may have put a wrapper for a while; ``MISSING`` if that was nothing."""
+    """Return what stands in a place where Millstream may have put a wrapper for a while.
+
+    ``MISSING`` if that was nothing.
+    """
     while isinstance(function := getattr(value, "__func__", value), FunctionType):
         if not is_millstreams(function.__code__.co_filename):
             break
@@ -190,7 +193,7 @@ def original_of(value: Any) -> Any:
 
 
 def _is_of_library(holder: Any) -> bool:
-    """Whether it has the variables of a module that is not the user's own, and so hardly ever changes."""
+    """Return whether it has the variables of a module that is not the user's own, and so hardly ever changes."""
     file = holder.get("__file__") if type(holder) is dict and "__spec__" in holder else None
     return isinstance(file, str) and not is_users_own(file)
 
@@ -446,7 +449,10 @@ def _all_hold(checks: list[Check]) -> bool:
 
 
 def _hooks_of(owner: Tensor | nn.Module | None) -> Any:
-    """How many hooks a module has, or whether a tensor has any; ``None``: those for all modules and optimizers."""
+    """Return how many hooks a module has, or whether a tensor has any.
+
+    ``None``: those for all modules and optimizers.
+    """
     if owner is None:
         return hooks_for_all()
     return (
@@ -460,7 +466,7 @@ _GRADIENT = attrgetter("grad")
 
 
 def _has_own_dict(owner: Any) -> bool:
-    """Whether an object has a dict, and not a property that makes one each time."""
+    """Return whether an object has a dict, and not a property that makes one each time."""
     held = getattr(owner, "__dict__", None)
     return isinstance(held, dict) and held is owner.__dict__
 

@@ -79,7 +79,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _names_of_inputs(request: Request, traced: Traced) -> dict[fx.Node, str]:
-    """What each input is: its number changes as soon as there is more that the graph does not use."""
+    """Return what each input is: its number changes as soon as there is more that the graph does not use."""
     labels = traced.questions.names([number.label for number in request.numbers])
     known = [
         *(request.state[index].name for index in traced.state),

@@ -87,7 +87,7 @@ def find_borrowed(record: Recorder) -> dict[Location, Any]:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether it is called, has attributes that are, or says in which way code goes."""
+    """Return whether it is called, has attributes that are, or says in which way code goes."""
     return callable(value) or is_a(value, (ModuleType, bool)) or hasattr(type(value), "__get__")
 
 
@@ -159,11 +159,11 @@ class _Covered:
             self._pinned.update(map(id, check.things))
 
     def has_place(self, place: Location) -> bool:
-        """Whether what is there is looked at, or given anew."""
+        """Return whether what is there is looked at, or given anew."""
         return place_of(place.holder, place.key) in self._places
 
     def has(self, read: Read) -> bool:
-        """Whether a read would be noticed if it gave something else."""
+        """Return whether a read would be noticed if it gave something else."""
         holder, kind, key, value = read.holder, read.kind, read.key, read.value
         if id(holder) in self._given or id(read.owner) in self._given:  # which calls are told apart by
             return True

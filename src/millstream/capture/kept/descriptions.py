@@ -54,12 +54,12 @@ _OPEN = (object, dict, list, set, deque, OrderedDict, defaultdict, SimpleNamespa
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is compared by what it is, rather than by where it is."""
+    """Return whether a value is compared by what it is, rather than by where it is."""
     return type(value) in _PLAIN or is_a(value, (np.number, np.bool_)) or type(value) is torch.Size
 
 
 def digest_of(code: CodeType) -> str:
-    """What tells code from other code, with its lines and that of functions within it."""
+    """Return what tells code from other code, with its lines and that of functions within it."""
     digest = hashlib.sha256()
     pending = [code]
     while pending:
@@ -89,7 +89,7 @@ def _constant(value: Any) -> str:
 
 
 def describe(value: Any, ref: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """What of an object can be no other as long as it is the same one.
+    """Return what of an object can be no other as long as it is the same one.
 
     Args:
         value: It.

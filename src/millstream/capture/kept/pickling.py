@@ -74,7 +74,7 @@ class Pickler(PlainPickler):
         return self._writer.number_of(value)
 
     def reducer_override(self, value: Any) -> Any:
-        """How what has no number is made again."""
+        """Return how what has no number is made again."""
         kind = type(value)
         if is_a(value, Attributes):
             return kind.of, (value._owner,)
@@ -109,7 +109,7 @@ _OF_OURS = ("millstream", "builtins", "torch", "functools", "operator")
 
 
 def is_users_class(kind: type) -> bool:
-    """Whether a class is none of ours, nor of those that any process has."""
+    """Return whether a class is none of ours, nor of those that any process has."""
     return kind.__module__.partition(".")[0] not in _OF_OURS
 
 

@@ -36,12 +36,12 @@ class CodeName:
         return cls(code.co_filename, code.co_qualname, code.co_name, code.co_firstlineno)
 
     def co_positions(self) -> tuple[()]:
-        """Where its instructions are in the text: nobody asks."""
+        """Return where its instructions are in the text: nobody asks."""
         return ()
 
 
 def told_reads(record: Recorder, request: Request) -> list[Read]:
-    """What the step has read, but for its arguments, copies of their containers, and what is ours."""
+    """Return what the step has read, but for its arguments, copies of their containers, and what is ours."""
     arguments = {*map(id, request.arguments)}
     owners = (read.owner for read in record.reads if is_users(read.code.co_filename))
     if any(_is_instance_of_ours(each) and not type(each).__module__.startswith(_STAND_INS) for each in owners):
@@ -61,7 +61,7 @@ def told_reads(record: Recorder, request: Request) -> list[Read]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether an object is of this package, as those are that stand for PyTorch's while a step is traced."""
+    """Return whether an object is of this package, as those are that stand for PyTorch's while a step is traced."""
     kind = value if is_a(value, type) else type(value)
     if is_a(value, FunctionType) and is_millstreams(value.__code__.co_filename):
         return True
@@ -71,7 +71,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _is_of_library(code: CodeType) -> bool:
-    """Whether code was made from text for a data class, or the like, of ours, of PyTorch's or Python's."""
+    """Return whether code was made from text for a data class, or the like, of ours, of PyTorch's or Python's."""
     return code.co_filename.startswith("<") and code in _made_for_libraries(len(sys.modules))
 
 
@@ -112,7 +112,7 @@ def tell(writer: WayWriter, read: Read, record: Recorder, numbers: Container[Any
 
 
 def _value(table: Any, read: Read) -> Any:
-    """What is there now, as data."""
+    """Return what is there now, as data."""
     kind, holder = read.kind, read.holder
     if kind is Kind.LENGTH:
         return len_of(holder)

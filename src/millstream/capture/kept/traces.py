@@ -316,7 +316,7 @@ def _check_ordinary(found: Found) -> None:
 
 
 def _specs(state: Sequence[Tensor]) -> list[Any]:
-    """What is known of state but its values, and what of it lies in the same memory."""
+    """Return what is known of state but its values, and what of it lies in the same memory."""
     memory: dict[int, int] = {}
     return [
         (

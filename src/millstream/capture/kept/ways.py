@@ -75,7 +75,7 @@ class Start:
         yield from (((ARGUMENT, index), each) for index, each in enumerate(self.objects))
 
     def find(self, way: Step) -> Any:
-        """What a way that is no part of another begins at.
+        """Return what a way that is no part of another begins at.
 
         Raises:
             NotKept: There is no such thing here.
@@ -102,7 +102,7 @@ def _class_named(module: str, name: str) -> Any:
 
 
 def _original_of(value: Any) -> Any:
-    """What is there when nothing of ours stands for it; other objects are asked nothing."""
+    """Return what is there when nothing of ours stands for it; other objects are asked nothing."""
     return original_of(value) if type(value) in (FunctionType, MethodType) else value
 
 
@@ -114,7 +114,7 @@ class _Table:
         raise NotImplementedError
 
     def ref(self, value: Any) -> Ref:
-        """What a value is.
+        """Return what a value is.
 
         Raises:
             NotKept: Nobody can say.
@@ -148,7 +148,10 @@ class _Table:
         return "object", self.number_of(value)
 
     def all_of(self, holder: Any, items: Iterable[Any]) -> tuple[Ref, ...]:
-        """What the items of a container are; without their order where another process would have another one."""
+        """Return what the items of a container are.
+
+        Without their order where another process would have another one.
+        """
         found = tuple(map(self.ref, items))
         return tuple(sorted(found, key=repr)) if is_a(holder, set | frozenset) and of_order(holder) else found
 
@@ -224,7 +227,7 @@ class WayWriter(_Table):
         return number
 
     def knows(self, value: Any) -> bool:
-        """Whether a way leads to an object."""
+        """Return whether a way leads to an object."""
         return id(value) in self._number or id(value) in self._ways or _way_by_name(value) is not None
 
     def known(self) -> Iterable[Any]:
@@ -277,7 +280,7 @@ class Reader(_Table):
         return self._number.get(id(value), -1)
 
     def value_of(self, ref: Ref) -> Any:
-        """What a reference stands for, where that is an object or the key of something."""
+        """Return what a reference stands for, where that is an object or the key of something."""
         kind, *rest = ref
         if kind == "object" and rest[0] >= 0:
             return self.objects[rest[0]]
@@ -297,7 +300,7 @@ _KEYED = frozenset({"item", "slot", "attribute"})
 
 
 def _way_by_name(value: Any) -> Step | None:
-    """How a module, or a class, is found wherever it is named; ``None`` of other objects."""
+    """Return how a module, or a class, is found wherever it is named; ``None`` of other objects."""
     if is_a(value, ModuleType):
         return (MODULE, value.__name__) if sys.modules.get(value.__name__) is value else None
     if is_a(value, type):
@@ -315,7 +318,7 @@ def _way_by_name(value: Any) -> Step | None:
 
 
 def _parts(value: Any, reads: Iterable[Read]) -> Iterator[tuple[Step, Any]]:
-    """What belongs to an object for good, and what was read of it."""
+    """Yield what belongs to an object for good, and what was read of it."""
     kind = type(value)
     for what, find in _OF_KIND.items():
         if is_a(value, what):

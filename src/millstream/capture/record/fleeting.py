@@ -117,7 +117,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def of_native(value: Any, code: CodeType | None = None) -> str:
-    """Why it is fleeting what a function, class or descriptor in C gives to some code; empty where it is not.
+    """Return why it is fleeting what a function, class or descriptor in C gives to some code; empty where it is not.
 
     Args:
         value: It, or a class in Python.
@@ -141,12 +141,12 @@ def of_native(value: Any, code: CodeType | None = None) -> str:
 
 
 def is_written_in_python(kind: type) -> bool:
-    """Whether a class statement has made a class, so that its objects have attributes and slots alone."""
+    """Return whether a class statement has made a class, so that its objects have attributes and slots alone."""
     return bool(kind.__flags__ & IS_HEAP_TYPE) and not any(_is_in_c(each, kind) for each in vars(kind).values())
 
 
 def _is_in_c(value: Any, kind: type) -> bool:
-    """Whether what a class has was put there by a module in C that has made the class."""
+    """Return whether what a class has was put there by a module in C that has made the class."""
     if type(value) is BuiltinFunctionType:
         return value.__self__ is kind
     if type(value) is GetSetDescriptorType and value.__name__ in ("__dict__", "__weakref__"):
@@ -175,7 +175,7 @@ def name_of(value: Any) -> str:
 
 
 def of_call(function: Any, arguments: tuple[Any, ...]) -> str:
-    """Why it is fleeting what a function in C gives for these arguments, of a method with its object."""
+    """Return why it is fleeting what a function in C gives for these arguments, of a method with its object."""
     name = getattr(function, "__name__", "")
     shows = any(each is shower for each in arguments for shower in (str, repr, format)) and name not in _FORGETS_ORDER
     if name in _SHOWING or shows:
@@ -200,7 +200,10 @@ def of_call(function: Any, arguments: tuple[Any, ...]) -> str:
 
 
 def of_order(value: Any, depth: int = 1) -> str:
-    """Why the order is fleeting in which something is gone through: it is a set, or has one in it to some depth."""
+    """Return why the order is fleeting in which something is gone through.
+
+    It is a set, or has one in it to some depth.
+    """
     if is_a(value, _SETS):
         items = [*set.__iter__(value)] if is_a(value, set) else [*frozenset.__iter__(value)]
         return "the order of a set" if len(items) > 1 and not all(map(_is_hashed_alike, items)) else ""
@@ -212,12 +215,12 @@ def of_order(value: Any, depth: int = 1) -> str:
 
 
 def _is_hashed_alike(value: Any) -> bool:
-    """Whether the hash of something is the same in each process."""
+    """Return whether the hash of something is the same in each process."""
     return type(value) in _NUMBERS or (type(value) is tuple and all(map(_is_hashed_alike, value)))
 
 
 def of_identity(one: Any, other: Any) -> str:
-    """Why it is fleeting whether two values are one object: they are equal, and may or may not be."""
+    """Return why it is fleeting whether two values are one object: they are equal, and may or may not be."""
     kind = type(one)
     if kind is not type(other) or kind not in (int, float, complex, str, bytes, tuple, range, torch.Size):
         return ""
@@ -229,7 +232,7 @@ def of_identity(one: Any, other: Any) -> str:
 
 
 def of_registry(base: Any, value: Any) -> str:
-    """Why it is fleeting whether an abstract class counts something, or a class, among its own."""
+    """Return why it is fleeting whether an abstract class counts something, or a class, among its own."""
     kind = value if is_a(value, type) else type(value)
     file = getattr(sys.modules.get(base.__module__), "__file__", None) or ""
     is_theirs = not _is_of_library(base) and is_users_own(file)
@@ -244,7 +247,7 @@ def _is_of_library(kind: type) -> bool:
 
 
 def of_nan(*values: Any) -> str:
-    """Why it is fleeting whether something is among others: no NaN equals another, but each is itself."""
+    """Return why it is fleeting whether something is among others: no NaN equals another, but each is itself."""
     if any(type(each) is float and each != each for each in values):
         return "whether two NaNs are one"
     parts = (each.values() if type(each) is dict else each for each in values if type(each) in (list, tuple, dict))
@@ -252,7 +255,10 @@ def of_nan(*values: Any) -> str:
 
 
 def of_text(value: Any, depth: int = _DEPTH) -> str:
-    """Why the text is fleeting that Python makes of something: it has an address in it, or the order of a set."""
+    """Return why the text is fleeting that Python makes of something.
+
+    It has an address in it, or the order of a set.
+    """
     kind = type(value)
     if kind in (*_NUMBERS, str, bytes, type(None)) or is_a(value, type | torch.Tensor | enum.Enum):
         return ""

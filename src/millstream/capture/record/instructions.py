@@ -141,7 +141,7 @@ class InstructionSession:
         return True
 
     def _plan(self, code: CodeType) -> tuple[bytes, dict[int, InstructionSite], bool] | Exception | None:
-        """What is to be seen of code that begins; an error to be raised there."""
+        """Return what is to be seen of code that begins; an error to be raised there."""
         if not self._is_followed(code):
             return None
         if (error := self._begins(sys._getframe(1))) is not None:
@@ -156,7 +156,10 @@ class InstructionSession:
 
 @functools.lru_cache(maxsize=4096)
 def _plan_of(code: CodeType) -> tuple[bytes, dict[int, InstructionSite]]:
-    """Where to look in some code, for ``recorder.cpp``, and what is there; kept from one recording to the next."""
+    """Return where to look in some code, for ``recorder.cpp``, and what is there.
+
+    Kept from one recording to the next.
+    """
     sites = sites_of(code)
     return packed(sites, code), sites
 
@@ -195,7 +198,7 @@ def run_unseen(function: Callable[..., Any], is_seen: Callable[[Any], bool] | No
 
 
 def why_not() -> str:
-    """Why nothing can be recorded, in a few words; empty where it can."""
+    """Return why nothing can be recorded, in a few words; empty where it can."""
     if sys.implementation.name != "cpython" or not (3, 11) <= sys.version_info[:2] <= (3, 13):
         return f"{sys.implementation.name} {sys.version_info[0]}.{sys.version_info[1]} is not known"
     return "" if _native.load("core") is not None else _native.why_not("core")

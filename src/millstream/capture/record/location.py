@@ -47,14 +47,17 @@ class Location:
         return self.holder.location if isinstance(self.holder, SequenceItems) else self
 
     def get(self) -> Any:
-        """What is there now, or ``MISSING``."""
+        """Return what is there now, or ``MISSING``."""
         try:
             return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder[self.key]
         except (KeyError, IndexError, ValueError):
             return MISSING
 
     def reader(self) -> Callable[[], Any]:
-        """What gives what is there now, without code of ours if that can be; it raises where there is nothing."""
+        """Return what gives what is there now, without code of ours if that can be.
+
+        It raises where there is nothing.
+        """
         if isinstance(self.holder, CellType):
             return partial(getattr, self.holder, "cell_contents")
         return partial(getitem, self.holder.view() if isinstance(self.holder, Attributes) else self.holder, self.key)
@@ -87,7 +90,7 @@ class Attributes(MutableMapping[Any, Any]):
         self._owner = owner
 
     def __eq__(self, other: object) -> bool:
-        """Whether these are attributes of the same owner, whatever they are."""
+        """Return whether these are attributes of the same owner, whatever they are."""
         return type(other) is type(self) and self._identity() == other._identity()
 
     def __hash__(self) -> int:

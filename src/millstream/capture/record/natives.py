@@ -74,7 +74,7 @@ _OF_TYPE = frozenset({isinstance, issubclass})
 
 
 def asks_iterators(function: Any) -> bool:
-    """Whether a function in C may ask an iterator that it is given for items."""
+    """Return whether a function in C may ask an iterator that it is given for items."""
     plain = _plain(function)
     is_harmless = plain is iter or any(plain in each for each in (_NOTHING, _OF_TYPE, _BY_NAME, _STORE))
     return plain is next or not is_harmless
@@ -132,7 +132,7 @@ _METHODS = {
 
 
 def find_reads(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
-    """What a function in C reads of its arguments.
+    """Yield what a function in C reads of its arguments.
 
     Args:
         function: It.
@@ -167,7 +167,7 @@ _OF_FIRST: dict[Any, Callable[[Any], Iterator[Found]]] = {vars: find_own, dir: f
 
 
 def _find_in_all(plain: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
-    """What a function reads that may go through all that it is given."""
+    """Yield what a function reads that may go through all that it is given."""
     for argument in arguments:
         yield from find_contents(argument, 1 if plain in _SHALLOW else DEPTH)
     if plain is functools.reduce and len(arguments) > 2:
@@ -179,7 +179,7 @@ def _find_in_all(plain: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
 
 
 def _find_on_path(step: Any, keys: Any, holder: Any) -> Iterator[Found]:
-    """What ``functools.reduce`` reads that goes from an object to one of its attributes or items, and so on."""
+    """Yield what ``functools.reduce`` reads that goes from an object to one of its attributes or items, and so on."""
     find = find_attribute if step is getattr else find_item if step is operator.getitem else None
     if find is None or not is_a(keys, list | tuple):
         return
@@ -190,7 +190,7 @@ def _find_on_path(step: Any, keys: Any, holder: Any) -> Iterator[Found]:
 
 
 def _value_in(found: list[Found], key: Any) -> Any:
-    """What is found in the end."""
+    """Return what is found in the end."""
     places = (Kind.ITEM, Kind.SLOT, Kind.CLASS)
     values = [each[3] for each in found if each[1] in places and each[2] == key and each[3] is not MISSING]
     return values[-1] if values else None
@@ -209,7 +209,7 @@ def _find_of_method(kind: str, container: Any, arguments: tuple[Any, ...]) -> It
 
 
 def find_writes(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
-    """What a function in C writes, with what is there before; arguments as in ``find_reads``."""
+    """Yield what a function in C writes, with what is there before; arguments as in ``find_reads``."""
     plain = _plain(function)
     if plain in _STORE or plain in _REMOVE:
         yield from find_stored(arguments[0], arguments[1])
@@ -244,7 +244,7 @@ _PASSING_ON = (functools.partial, functools._lru_cache_wrapper)
 
 
 def find_exposed(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
-    """What a function in C may change of what it is given, where nobody knows; arguments as in ``find_reads``."""
+    """Yield what a function in C may change of what it is given, where nobody knows; arguments as in ``find_reads``."""
     module = getattr(function, "__module__", None) or getattr(getattr(function, "__objclass__", None), "__module__", "")
     is_known = module in _KNOWN_MODULES or str(module).startswith("torch") or is_a(function, _PASSING_ON)
     if is_known or not arguments or (_is_method(function) and is_a(arguments[0], CONTAINERS)):
@@ -257,7 +257,7 @@ def find_exposed(function: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
 
 
 def find_stored(owner: Any, name: str) -> Iterator[Found]:
-    """Where an attribute is put if no method of the user's does it, and what is there before."""
+    """Yield where an attribute is put if no method of the user's does it, and what is there before."""
     found = [*find_attribute(owner, name)]
     places = (Kind.CLASS,) if is_a(owner, type) else (Kind.ITEM, Kind.SLOT)
     yield from (each for each in found if each[1] in places and each[4] is owner)
@@ -285,7 +285,7 @@ def _plain(function: Any) -> Any:
 
 
 def find_of_callable(function: Any) -> Iterator[Found]:
-    """What calling an object in C reads of itself: a partial's parts, the names that a getter has."""
+    """Yield what calling an object in C reads of itself: a partial's parts, the names that a getter has."""
     if is_a(function, functools._lru_cache_wrapper):
         yield function, Kind.CONTENTS, None, (), function
     elif is_a(function, functools.partial):
@@ -295,7 +295,7 @@ def find_of_callable(function: Any) -> Iterator[Found]:
 
 
 def find_got(getter: Any, arguments: tuple[Any, ...]) -> Iterator[Found]:
-    """What an ``attrgetter``, ``itemgetter`` or ``methodcaller`` reads."""
+    """Yield what an ``attrgetter``, ``itemgetter`` or ``methodcaller`` reads."""
     if not arguments:
         return
     _, keys = getter.__reduce__()[:2]

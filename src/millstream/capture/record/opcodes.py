@@ -188,7 +188,7 @@ class Instruction(NamedTuple):
 
 
 def instructions_of(code: CodeType) -> Iterator[Instruction]:
-    """What ``dis.get_instructions`` gives, in a tenth of its time."""
+    """Yield what ``dis.get_instructions`` gives, in a tenth of its time."""
     units = code.co_code
     extended, first, unit = 0, 0, 0
     while unit < len(units) // 2:
@@ -245,7 +245,10 @@ def depths_of(code: CodeType, items: Iterable[Instruction]) -> dict[int, int]:
 
 
 def _handlers_of(code: CodeType) -> Iterator[tuple[int, int]]:
-    """Where handlers of exceptions begin, and the depth there: see CPython's InternalDocs/exception_handling.md."""
+    """Yield where handlers of exceptions begin, and the depth there.
+
+    See CPython's InternalDocs/exception_handling.md.
+    """
     numbers = _varints_of(code.co_exceptiontable)
     for _, _, target, lasti in zip(*[numbers] * 4, strict=True):
         yield target, (lasti >> 1) + (lasti & 1) + 1

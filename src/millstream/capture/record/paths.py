@@ -42,7 +42,7 @@ def location_of(read: Read, record: Recorder) -> Location | None:
 
 
 def places_of(held: Any, record: Recorder) -> set[Location | None]:
-    """Where the step has found an object that was there before; ``None`` is among them for what is no place."""
+    """Return where the step has found an object that was there before; ``None`` is among them for what is no place."""
     found: set[Location | None] = set()
     for read in record.reads:
         holder = read.holder
@@ -65,7 +65,7 @@ def items_of(holder: Any) -> Any:
 
 
 def path_of(read: Read, record: Recorder) -> str:
-    """How a user would write what was read, such as ``trainer.config['rate']``."""
+    """Return how a user would write what was read, such as ``trainer.config['rate']``."""
     parts: list[str] = []
     each: Read | None = read
     while each is not None and len(parts) < MAX_PATH:
@@ -100,13 +100,13 @@ def places_in(locations: Iterable[Location]) -> set[tuple[Any, ...]]:
 
 
 def place_of(holder: Any, key: Any) -> tuple[Any, ...]:
-    """What tells a place from others; both objects must be kept alive as long as it is used."""
+    """Return what tells a place from others; both objects must be kept alive as long as it is used."""
     is_plain = isinstance(key, str | int | float | bytes)
     return identity_of(holder), type(key) if is_plain else None, key if is_plain else id(key)
 
 
 def identity_of(holder: Any) -> int:
-    """What tells a holder from others; attributes of a class are told by the dict that they are in."""
+    """Return what tells a holder from others; attributes of a class are told by the dict that they are in."""
     if isinstance(holder, Items):
         return id(holder._owner)
     if isinstance(holder, SequenceItems):
@@ -117,5 +117,5 @@ def identity_of(holder: Any) -> int:
 
 
 def is_namespace(holder: Any) -> bool:
-    """Whether it has the variables of a Python module."""
+    """Return whether it has the variables of a Python module."""
     return isinstance(holder, dict) and "__name__" in holder and "__spec__" in holder

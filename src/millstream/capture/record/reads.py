@@ -80,7 +80,7 @@ class Read:
         return self.value if self.kind is Kind.CONTENTS else (self.value,)
 
     def now(self) -> Any:
-        """What is there now."""
+        """Return what is there now."""
         holder, kind, key = self.holder, self.kind, self.key
         if kind is Kind.CELL:
             return content_of_cell(holder)
@@ -103,7 +103,7 @@ class Write(Read):
 
 
 def content_of_cell(cell: Any) -> Any:
-    """What a variable of a closure holds."""
+    """Return what a variable of a closure holds."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -162,7 +162,7 @@ LookUp = Callable[[type, str], tuple[list[Found], Any]]
 
 
 def find_attribute(value: Any, name: str, look_up: LookUp = find_in_class) -> Iterator[Found]:
-    """What Python reads to find an attribute of an object, a class or a module.
+    """Yield what Python reads to find an attribute of an object, a class or a module.
 
     Args:
         value: It.
@@ -215,7 +215,7 @@ def find_own(value: Any) -> Iterator[Found]:
 
 
 def read_slot(slot: Any, value: Any) -> Any:
-    """What an object has in a slot."""
+    """Return what an object has in a slot."""
     try:
         return slot.__get__(value)
     except AttributeError:
@@ -223,7 +223,7 @@ def read_slot(slot: Any, value: Any) -> Any:
 
 
 def find_item(value: Any, key: Any) -> Iterator[Found]:
-    """What Python reads to find an item of a container."""
+    """Yield what Python reads to find an item of a container."""
     kind = type(value)
     value = behind(value)
     if is_a(value, dict):
@@ -256,7 +256,7 @@ def behind(view: Any) -> Any:
 
 
 def find_in_context(variable: ContextVar[Any]) -> Iterator[Found]:
-    """What is read of a context variable."""
+    """Yield what is read of a context variable."""
     try:
         value = variable.get()
     except LookupError:
@@ -265,7 +265,7 @@ def find_in_context(variable: ContextVar[Any]) -> Iterator[Found]:
 
 
 def find_length(value: Any) -> Iterator[Found]:
-    """What ``len`` reads, and what asks whether something is empty."""
+    """Yield what ``len`` reads, and what asks whether something is empty."""
     value = behind(value)
     if is_a(value, CONTAINERS):
         if not is_a(value, tuple | frozenset):
@@ -283,7 +283,7 @@ def len_of(value: Any) -> int:
 
 
 def find_contents(value: Any, depth: int = 1) -> Iterator[Found]:
-    """What is read of something that is gone through, to some depth of what it holds."""
+    """Yield what is read of something that is gone through, to some depth of what it holds."""
     if not is_a(value, _OPENED):
         return
     seen: set[int] = set()

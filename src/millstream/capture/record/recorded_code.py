@@ -39,12 +39,15 @@ _MACHINERY = tuple(
 
 
 def make_recorder(function: Callable[..., Any], arguments: Iterable[Any], wanted: tuple[type, ...] = ()) -> Recorder:
-    """What records a trace."""
+    """Return what records a trace."""
     return Recorder(_is_followed, [function, *arguments], wanted)
 
 
 def _is_followed(filename: str) -> bool:
-    """Whether code counts: none of ours, nor what PyTorch runs on the way to an operator's handler, or to trace."""
+    """Return whether code counts.
+
+    None of ours, nor what PyTorch runs on the way to an operator's handler, or to trace.
+    """
     return not is_part_of_project(filename) and not filename.startswith(_MACHINERY)
 
 

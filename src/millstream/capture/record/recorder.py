@@ -210,20 +210,23 @@ class Recorder:
         return self._is_blind or any(each in self._reads for each in _places_of(place))
 
     def has_gone_through(self, container: Any) -> bool:
-        """Whether the step has asked for all that a container holds, before it has written there itself."""
+        """Return whether the step has asked for all that a container holds, before it has written there itself."""
         return self._is_blind or _place(container, Kind.CONTENTS, None) in self._reads
 
     def has_looked_into(self, container: Any) -> bool:
-        """Whether anything was read of a container, be it what the step had put there."""
+        """Return whether anything was read of a container, be it what the step had put there."""
         return self._is_blind or id(container) in self._looked_into
 
     def has_written(self, place: Location) -> bool:
-        """Whether the step has put something there, or filled the holder; of a whole container, anything in it."""
+        """Return whether the step has put something there, or filled the holder.
+
+        Of a whole container, anything in it.
+        """
         is_whole = place.key is None and id(place.holder) in self._written_into
         return self._is_blind or is_whole or any(each in self._writes for each in _places_of(place))
 
     def has_put_plain(self, place: Location) -> bool:
-        """Whether the step has put something else there than numbers that stand for others."""
+        """Return whether the step has put something else there than numbers that stand for others."""
         return self._is_blind or any(each in self._plain for each in _places_of(place))
 
     def where_written(self, place: Location) -> str:
@@ -239,7 +242,7 @@ class Recorder:
         return [*{id(each): each for each in found if is_a(each, CONTAINERS)}.values()]
 
     def origin_of(self, value: Any) -> Read | None:
-        """What led the step to an object first; ``None`` for what it was given, or has from C."""
+        """Return what led the step to an object first; ``None`` for what it was given, or has from C."""
         return self._origins.get(id(value))
 
     @contextmanager
@@ -334,7 +337,7 @@ class Recorder:
         self._dicts.setdefault(id(held), []).append((held, owner))
 
     def was_before(self, record: Read) -> bool:
-        """Whether what was read or written seems to have been there before; after the recording, it has."""
+        """Return whether what was read or written seems to have been there before; after the recording, it has."""
         return not self._is_recording or self.seems_before(_owner_of(record))
 
     def _was_before(self, record: Read) -> bool:
@@ -563,7 +566,7 @@ class Recorder:
             self._tell(self.watch.asks, source, origin)
 
     def seems_before(self, value: Any) -> bool:
-        """Whether something was there before, as far as can be told already."""
+        """Return whether something was there before, as far as can be told already."""
         if not self._is_recording:
             return id(value) in self._origins
         if any(self.seems_before(owner) for _, owner in self._dicts.get(id(value), ()) if owner is not value):
@@ -574,7 +577,7 @@ class Recorder:
         return origin is not None and origin.holder is not value and self.seems_before(_owner_of(origin))
 
     def is_new(self, value: Any) -> bool:
-        """Whether the step has made something, so far, that Python's collector knows."""
+        """Return whether the step has made something, so far, that Python's collector knows."""
         return self._has_made(id(value))
 
     def _kind(self, value: Any) -> None:
@@ -757,7 +760,7 @@ def _place(holder: Any, kind: Kind, key: Any) -> tuple[Any, ...]:
 
 
 def _places_of(place: Location) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """How a place is known here, by itself and with all that its holder has."""
+    """Return how a place is known here, by itself and with all that its holder has."""
     holder, key, kind = place.entry.holder, place.entry.key, Kind.ITEM
     if is_a(holder, CellType):
         kind = Kind.CELL
@@ -790,7 +793,7 @@ def _owner_of(record: Read) -> Any:
 
 
 def _is_for_us(frame: FrameType | None) -> bool:
-    """Whether code of Python's library runs since code of ours has called it."""
+    """Return whether code of Python's library runs since code of ours has called it."""
     while frame is not None and is_pythons(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and is_part_of_project(frame.f_code.co_filename)

@@ -47,7 +47,7 @@ def names_of(code: CodeType) -> CodeNames:
 
 
 def is_method_load(item: dis.Instruction) -> bool:
-    """Whether an attribute is read to be called at once, as a method."""
+    """Return whether an attribute is read to be called at once, as a method."""
     is_marked = sys.version_info >= (3, 12) and item.opname == "LOAD_ATTR" and bool((item.arg or 0) & 1)
     return item.opname == "LOAD_METHOD" or is_marked
 
@@ -79,7 +79,7 @@ def counted_in(code: CodeType) -> frozenset[str]:
 
 
 def instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
-    """What some code does, one thing at a time: Python 3.13 has instructions for two variables."""
+    """Yield what some code does, one thing at a time: Python 3.13 has instructions for two variables."""
     for item in dis.get_instructions(code):
         if isinstance(item.argval, tuple) and (parts := _OF_VARIABLES.findall(item.opname)):
             for opname, argval in zip(parts, item.argval, strict=True):
@@ -117,7 +117,10 @@ def compares_types(code: CodeType) -> bool:
 
 
 def is_users_module(module: ModuleType, is_theirs: Callable[[str], bool] = is_users) -> bool:
-    """Whether a module of Python is the user's or a library's of theirs; also one that was made without a file."""
+    """Return whether a module of Python is the user's or a library's of theirs.
+
+    Also one that was made without a file.
+    """
     held = vars(module)
     if file := held.get("__file__"):
         return is_theirs(file)

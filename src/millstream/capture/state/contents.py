@@ -25,7 +25,7 @@ MAX_BYTES = 1 << 20
 
 
 def is_buffer(value: Any) -> bool:
-    """Whether it holds bytes that may change: an array of Python's, shared memory, a value of C's."""
+    """Return whether it holds bytes that may change: an array of Python's, shared memory, a value of C's."""
     return isinstance(value, BUFFERS)
 
 
@@ -35,7 +35,7 @@ def is_bytes(value: Any) -> bool:
 
 
 def is_element(value: Any) -> bool:
-    """Whether it is an element of a tree of XML."""
+    """Return whether it is an element of a tree of XML."""
     module = sys.modules.get("xml.etree.ElementTree")
     return module is not None and isinstance(value, module.Element)
 
@@ -72,11 +72,14 @@ class Answers:
         return len(self._kept)
 
     def items(self) -> tuple[list[Any], list[Any]]:
-        """What it was asked, and where the answers are."""
+        """Return what it was asked, and where the answers are."""
         return [*self._kept], [*self._kept.values()]
 
     def has(self, asked: list[Any], answers: list[Any]) -> bool:
-        """Whether it still gives these answers. What had to make room for another was not forgotten by the user."""
+        """Return whether it still gives these answers.
+
+        What had to make room for another was not forgotten by the user.
+        """
         if all(map(is_, map(self._kept.get, asked), answers)):
             return True
         info = self._cache.cache_info()
@@ -85,17 +88,17 @@ class Answers:
 
 
 def _is_link(kept: Any) -> bool:
-    """Whether a cache of limited size keeps it, with an answer in it."""
+    """Return whether a cache of limited size keeps it, with an answer in it."""
     return type(kept).__name__ == "_lru_list_elem"
 
 
 def is_container(value: Any) -> bool:
-    """Whether it is of a kind that all of this is for."""
+    """Return whether it is of a kind that all of this is for."""
     return isinstance(value, (list, dict, set, deque, Attributes, Answers)) or is_bytes(value) or is_element(value)
 
 
 def size_of(container: Any) -> int:
-    """How many items a container has, or how many bytes."""
+    """Return how many items a container has, or how many bytes."""
     if is_element(container):
         return sum(1 for _ in container.iter())
     if isinstance(container, np.ndarray):
@@ -104,12 +107,12 @@ def size_of(container: Any) -> int:
 
 
 def is_comparable(container: Any) -> bool:
-    """Whether it is small enough to be compared in each call."""
+    """Return whether it is small enough to be compared in each call."""
     return size_of(container) <= (MAX_BYTES if is_bytes(container) else MAX_COMPARED)
 
 
 def content_of(container: Any) -> Any:
-    """What it holds now; of a set, in the order in which it is gone through."""
+    """Return what it holds now; of a set, in the order in which it is gone through."""
     if isinstance(container, np.ndarray):
         return np.ndarray.copy(container), np.ndarray.tobytes(container)  # and not a subclass's own
     if is_buffer(container):
@@ -122,7 +125,7 @@ def content_of(container: Any) -> Any:
 
 
 def has_content(container: Any, content: Any) -> bool:
-    """Whether it holds the same objects, in the same order, or the same bytes."""
+    """Return whether it holds the same objects, in the same order, or the same bytes."""
     try:
         if isinstance(container, dict | Attributes):
             return are_same(container, content) and are_same(container.values(), content.values())

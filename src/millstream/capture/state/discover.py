@@ -340,19 +340,19 @@ _TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(va
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether it is an optimizer, and not what only wraps one."""
+    """Return whether it is an optimizer, and not what only wraps one."""
     return isinstance(value, Optimizer) and vars(value).keys() >= _OF_OPTIMIZERS
 
 
 def is_unknown(value: Any, found: Found) -> bool:
-    """Whether it is an optimizer or a scaler that was not found."""
+    """Return whether it is an optimizer or a scaler that was not found."""
     if isinstance(value, GradScaler):
         return value.is_enabled() and not any(value is each for _, each in found.scalers)
     return is_optimizer(value) and not any(value is each for _, each in found.optimizers)
 
 
 def lacks_cache(cache: Any, found: Found) -> bool:
-    """Whether it is a cache of a function of the user's or of a library of theirs that was not found."""
+    """Return whether it is a cache of a function of the user's or of a library of theirs that was not found."""
     function = without_cache(cache)
     is_theirs = isinstance(function, types.FunctionType) and is_users(function.__code__.co_filename)
     is_theirs = is_theirs and _package_of(function) not in _FOR_SIZES
@@ -376,7 +376,7 @@ _files: WeakKeyDictionary[type, str] = WeakKeyDictionary()  # a class holds all 
 
 
 def file_of(kind: type) -> str:
-    """Where a class was written."""
+    """Return where a class was written."""
     found = _files.get(kind)
     if found is None:
         try:

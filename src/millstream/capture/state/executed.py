@@ -78,7 +78,7 @@ class CodeWatch:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether it is in C, and has state that can be neither compared nor put back."""
+    """Return whether it is in C, and has state that can be neither compared nor put back."""
     return isinstance(value, (Generator, *_LOCKS)) or type(value).__module__ in _OPAQUE
 
 
@@ -119,7 +119,10 @@ _FOR_USERS = ("data/worker.py", "results/fetcher.py")
 
 
 def function_asking(func: Any, frame: FrameType) -> Any:
-    """What a mode, or a tensor, is to call that ``frame`` asks to call ``func``: what has been replaced by that."""
+    """Return what a mode, or a tensor, is to call that ``frame`` asks to call ``func``.
+
+    What has been replaced by that.
+    """
     code = code_asking(func, frame)
     return func if code is None else unseen(_function_of, code) or func
 

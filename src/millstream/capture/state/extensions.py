@@ -16,7 +16,7 @@ _KNOWN = frozenset({"torch", "functorch", "millstream"})
 
 
 def takes_tensors(function: Any) -> bool:
-    """Whether a function in C is one of an extension of PyTorch's that is not PyTorch's own."""
+    """Return whether a function in C is one of an extension of PyTorch's that is not PyTorch's own."""
     module = getattr(function, "__module__", None)
     return isinstance(module, str) and module.partition(".")[0] not in _KNOWN and _is_extension(module)
 

@@ -79,7 +79,10 @@ class ImpureCalls:
             self._on_impure(asking, what, is_written)
 
     def _told_of(self, function: Any, owner: Any) -> tuple[str, bool]:
-        """What a function in C reads or writes, if anything that the step has not made itself; whether it writes."""
+        """Return what a function in C reads or writes, if anything that the step has not made itself.
+
+        Whether it writes.
+        """
         name, kind = function.__name__, type(owner)
         if function in _FUNCTIONS:
             return _FUNCTIONS[function]
@@ -94,7 +97,7 @@ class ImpureCalls:
         return "", False
 
     def _made(self, owner: Any) -> bool:
-        """Whether it is in memory, and made by the step."""
+        """Return whether it is in memory, and made by the step."""
         return type(owner) in _writer_kinds() and self._is_new(owner)
 
     def _tell(self, frame: FrameType, what: str, is_written: bool) -> None:

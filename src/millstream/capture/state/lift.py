@@ -122,7 +122,10 @@ class _State:
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:
-    """Where a graph over these runs: where the first is that is not on the host, if one is; ``meta`` is no place."""
+    """Return where a graph over these runs.
+
+    Where the first is that is not on the host, if one is; ``meta`` is no place.
+    """
     elsewhere = (tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_meta))
     return next(elsewhere, torch.device("cpu"))
 

@@ -30,7 +30,7 @@ _classes: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def is_written_in_python(kind: type) -> bool:
-    """Whether objects of a class are what their attributes and slots hold, and can be made of these."""
+    """Return whether objects of a class are what their attributes and slots hold, and can be made of these."""
     known = _classes.get(kind)
     if known is None:
         known = not issubclass(kind, (*_NO_BATCH, *_CLOSED)) and not hasattr(kind, "__del__")

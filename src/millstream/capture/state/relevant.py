@@ -38,12 +38,12 @@ from millstream.tree.spec import SCALARS
 
 
 def counts(read: Read, record: Recorder) -> bool:
-    """Whether what was read is the user's, or may be another in the next call for other reasons."""
+    """Return whether what was read is the user's, or may be another in the next call for other reasons."""
     return not (_is_of_library(read, record) or _is_documented(read))
 
 
 def _is_of_library(read: Read, record: Recorder) -> bool:
-    """Whether what was read is code, a class or a variable of Python's or PyTorch's, or theirs alone to use."""
+    """Return whether what was read is code, a class or a variable of Python's or PyTorch's, or theirs alone to use."""
     holder, kind, owner = read.holder, read.kind, read.owner
     key = read.key if is_a(read.key, str) else ""  # others may be compared by code of the user's
     if kind is Kind.CLASS:
@@ -90,7 +90,7 @@ def _is_read_for_library(read: Read, key: str, record: Recorder) -> bool:
 
 
 def _is_documented(read: Read) -> bool:
-    """Whether ``docs/limits.md`` says that nobody looks there."""
+    """Return whether ``docs/limits.md`` says that nobody looks there."""
     value, key, owner = read.value, read.key, read.owner
     made_by = read.code.co_qualname.partition(".")[0]
     if made_by == "__create_fn__" and (read.kind is Kind.CELL or read.code.co_name == made_by):  # of data classes
@@ -140,18 +140,18 @@ _OF_PYTHON = frozenset(
 
 
 def _is_looked_into(owner: Any) -> bool:
-    """Whether code of libraries reads what is the user's in an object of theirs."""
+    """Return whether code of libraries reads what is the user's in an object of theirs."""
     kinds = type(owner).__mro__
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
     return is_a(owner, _LOOKED_INTO) or not _OF_PYTHON.isdisjoint(names)
 
 
 def is_fixed(kind: type) -> bool:
-    """Whether a class cannot change, or is none of the user's."""
+    """Return whether a class cannot change, or is none of the user's."""
     return not kind.__flags__ & IS_HEAP_TYPE or is_library(kind.__module__)
 
 
 def is_library(module: str) -> bool:
-    """Whether a module is Python's, PyTorch's or ours."""
+    """Return whether a module is Python's, PyTorch's or ours."""
     root = str(module).partition(".")[0]
     return root in sys.stdlib_module_names or root in ("torch", "millstream", "pybind11_builtins")

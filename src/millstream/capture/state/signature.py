@@ -24,14 +24,17 @@ whether it is a lazy view.
 
 
 def is_other(number: Any, before: Any) -> bool:
-    """Whether two numbers differ, be it by the sign of a zero; a NaN is the same as another."""
+    """Return whether two numbers differ, be it by the sign of a zero; a NaN is the same as another."""
     if number != before:
         return bool(number == number or before == before or f"{number}" != f"{before}")
     return not number and f"{number}" != f"{before}"
 
 
 def is_same(now: Any, value: Any) -> bool:
-    """Whether two plain values are equal, or methods are one of one object; others are the same by identity only."""
+    """Return whether two plain values are equal, or methods are one of one object.
+
+    Others are the same by identity only.
+    """
     if now is value:
         return True
     if type(now) is type(value) is float:  # asked in each call with a number that changes
@@ -46,7 +49,7 @@ def is_same(now: Any, value: Any) -> bool:
 
 
 def are_same(items: Any, others: Any) -> bool:
-    """Whether two collections hold the same values in the same order."""
+    """Return whether two collections hold the same values in the same order."""
     return len(items) == len(others) and (all(map(is_, items, others)) or all(map(is_same, items, others)))
 
 
@@ -55,7 +58,7 @@ RESOLVE_REMEDY = "Pass x.resolve_conj().resolve_neg()."
 
 
 def is_lazy_view(tensor: Tensor) -> bool:
-    """Whether the memory of ``tensor`` holds its values with another sign, as that of ``z.conj()`` does."""
+    """Return whether the memory of ``tensor`` holds its values with another sign, as that of ``z.conj()`` does."""
     return tensor.is_neg() or tensor.is_conj()
 
 
@@ -69,12 +72,12 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 
 def form_of(value: Any) -> Any:
-    """What a graph depends on of a tensor that is passed to it."""
+    """Return what a graph depends on of a tensor that is passed to it."""
     return type(value), spec_of(value) if isinstance(value, Tensor) else None
 
 
 def kind_of(value: Any) -> Any:
-    """What is told of a tensor without asking it for more than where it is."""
+    """Return what is told of a tensor without asking it for more than where it is."""
     return type(value), value.device if isinstance(value, Tensor) else None
 
 
@@ -94,7 +97,10 @@ def key_of_tensors(values: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def key_of(form: Any, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What calls have in common that one graph may fit: their form, the modes they run under, and their tensors'."""
+    """Return what calls have in common that one graph may fit.
+
+    Their form, the modes they run under, and their tensors'.
+    """
     specs = [*map(spec_of, tensors)]
     return (form, ambient(), *specs)
 
@@ -106,5 +112,5 @@ def settings_of(key: tuple[Any, ...]) -> SwitchSettings:
 
 
 def has_same(values: Sequence[Any]) -> bool:
-    """Whether one of them occurs twice."""
+    """Return whether one of them occurs twice."""
     return len({*map(id, values)}) != len(values)

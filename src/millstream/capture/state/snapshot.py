@@ -213,13 +213,13 @@ class StateSnapshot:
         return self._kinds.get(id(location.holder), (HolderKind.PLAIN, ""))[0]
 
     def _of_others(self, differences: list[Change]) -> dict[Location, Change]:
-        """Those of them that other threads have made."""
+        """Return those of them that other threads have made."""
         if not others_may_write():
             return {}
         return {change.location: change for change in differences if self._is_of_others(change)}
 
     def _is_of_others(self, change: Change) -> bool:
-        """Whether the step has not made a change, so that another thread has."""
+        """Return whether the step has not made a change, so that another thread has."""
         if _is_of_trace(change.after):
             return False
         if self._is_written_over(change):
@@ -228,13 +228,13 @@ class StateSnapshot:
         return is_ours and not self._record.has_written(change.location)
 
     def _is_written_over(self, change: Change) -> bool:
-        """Whether a plain number stands where the step counts on a number that a graph reads."""
+        """Return whether a plain number stands where the step counts on a number that a graph reads."""
         is_plain = _stands_for_number(change.before) and not _is_of_trace(change.after)
         may_be = is_plain and self._record.has_written(change.location)
         return may_be and not self._record.has_put_plain(change.location)
 
     def others(self) -> list[Change]:
-        """What other threads have changed."""
+        """Return what other threads have changed."""
         return [*self._of_others(self._differences()).values()]
 
     def restore(self) -> None:
@@ -282,7 +282,7 @@ class StateSnapshot:
 
 
 def _is_of_trace(value: Any) -> bool:
-    """Whether only tracing can have made it: a tensor, a number or a text that has no value yet."""
+    """Return whether only tracing can have made it: a tensor, a number or a text that has no value yet."""
     if type(value) in (tuple, list, dict):
         return any(map(_is_of_trace, value.values() if type(value) is dict else value))
     if _stands_for_number(value) or isinstance(value, FakeTensor) or issubclass(type(value), Later):
@@ -295,7 +295,7 @@ def _stands_for_number(value: Any) -> bool:
 
 
 def _are_unchanged(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """Whether a container has what it had; numbers that a graph reads anew may be others."""
+    """Return whether a container has what it had; numbers that a graph reads anew may be others."""
     return len(now) == len(before) and all(map(_is_unchanged, now, before))
 
 
@@ -304,13 +304,13 @@ def _is_unchanged(now: Any, before: Any) -> bool:
 
 
 def is_type_of_tracing(key: Any) -> bool:
-    """Whether it is a type that tensors have while they are traced only, or a weak reference to one."""
+    """Return whether it is a type that tensors have while they are traced only, or a weak reference to one."""
     key = key() if isinstance(key, weakref.ref) else key
     return isinstance(key, type) and issubclass(key, FakeTensor)
 
 
 def _is_wrapper(value: Any) -> bool:
-    """Whether it is a function of ours that stands for another one while a step is traced."""
+    """Return whether it is a function of ours that stands for another one while a step is traced."""
     function = value.__func__ if type(value) is MethodType else value
     return type(function) is FunctionType and is_millstreams(function.__code__.co_filename)
 

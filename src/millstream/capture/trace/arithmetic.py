@@ -55,7 +55,7 @@ class NumberForm:
 
 
 def compute(function: Callable[..., Any], *operands: Any, form: NumberForm | None = None) -> Any:
-    """What a function of numbers gives, some of which are scalars.
+    """Return what a function of numbers gives, some of which are scalars.
 
     Args:
         function: Looks at nothing but its arguments.
@@ -84,7 +84,7 @@ def scalars_in(operands: Iterable[Any]) -> Iterator[GraphScalar]:
 
 
 def has_scalars(operands: Iterable[Any]) -> bool:
-    """Whether there is any; unlike ``any``, asks them nothing."""
+    """Return whether there is any; unlike ``any``, asks them nothing."""
     return next(scalars_in(operands), None) is not None
 
 
@@ -141,7 +141,7 @@ def _computed(
 
 
 def _made(value: Any, of: Expression, scalars: Sequence[GraphScalar], build: Callable[[], Tensor] | None) -> Any:
-    """What was computed of known numbers, as the program sees it."""
+    """Return what was computed of known numbers, as the program sees it."""
     questions = scalars[0].questions
     if isinstance(value, bool | np.bool_):
         questions.ask(of, None if value else operator.not_)
@@ -170,7 +170,7 @@ _LIGHT = frozenset({operator.add, operator.sub, operator.mul, operator.neg, abs}
 
 
 def _in_graph(function: Callable[..., Any], operands: tuple[Any, ...], value: Any) -> Callable[[], Tensor] | None:
-    """How the graph computes it of what it reads, to the last bit; ``None`` where the host does."""
+    """Return how the graph computes it of what it reads, to the last bit; ``None`` where the host does."""
     is_safe = function is operator.truediv and not is_scalar(operands[1])  # of a constant 0 there is no value
     plain = [each for each in operands if not is_scalar(each)]
     are_doubles = all(is_double(each.value) for each in operands if is_scalar(each)) and is_double(value)

@@ -214,7 +214,7 @@ class Changes:
 
 
 def _is_write(change: Change) -> bool:
-    """Whether a call can do the change again after the replay: a plain value or number in one place."""
+    """Return whether a call can do the change again after the replay: a plain value or number in one place."""
     if change.kind in (HolderKind.STATE, HolderKind.GROUP) or (
         change.kind is HolderKind.OPTIMIZER and change.location.key in _NOTES
     ):
@@ -228,7 +228,7 @@ def _is_write(change: Change) -> bool:
 
 
 def _can_be_made_again(value: Any) -> bool:
-    """Whether it consists of plain values and of those that are known after the graph."""
+    """Return whether it consists of plain values and of those that are known after the graph."""
     if type(value) is dict:
         return not any(map(is_known_later, value)) and all(map(_can_be_made_again, value.values()))
     if type(value) in (list, tuple):
@@ -237,12 +237,12 @@ def _can_be_made_again(value: Any) -> bool:
 
 
 def _is_count(change: Change) -> bool:
-    """Whether a number takes the place of another."""
+    """Return whether a number takes the place of another."""
     return _is_write(change) and is_number(change.before) and is_number(change.after)
 
 
 def _form_of(value: Any) -> Any:
-    """What tells one plain value from another; numbers are all alike, as the next graph is given them anew."""
+    """Return what tells one plain value from another; numbers are all alike, as the next graph is given them anew."""
     return float if is_number(value) else value if isinstance(value, SCALARS) else type(value)
 
 

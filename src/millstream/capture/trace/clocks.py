@@ -54,7 +54,10 @@ class Clocks:
             reading.is_early = position < middle
 
     def stand_in(self, _: str, value: Any) -> Any:
-        """What is to stand where a step finds a clock, as ``from time import time`` has it; ``None`` for all else."""
+        """Return what is to stand where a step finds a clock, as ``from time import time`` has it.
+
+        ``None`` for all else.
+        """
         is_clock = type(value) is types.BuiltinFunctionType and value in CLOCKS
         return self._reader(value) if is_clock else None
 

@@ -78,7 +78,7 @@ class Draws:
         raise reason
 
     def method(self, generator: Any, name: str, label: str) -> Callable[..., Any]:
-        """What a program gets for a method of a generator.
+        """Return what a program gets for a method of a generator.
 
         Args:
             generator: The user's.
@@ -104,7 +104,7 @@ class Draws:
         return self._recorder.is_active
 
     def stand_in(self, name: str, value: Any) -> Any:
-        """What is to stand where a step finds a generator or a method of one; ``None`` for all else."""
+        """Return what is to stand where a step finds a generator or a method of one; ``None`` for all else."""
         if type(value) in GENERATORS:
             return TracedGenerator(value, self, name)
         if type(value) not in _METHODS or type(value.__self__) not in GENERATORS:
@@ -112,7 +112,7 @@ class Draws:
         return functools.update_wrapper(self.method(value.__self__, value.__name__, name), value)
 
     def read(self, generator: Any, name: str, label: str) -> Any:
-        """What the program gets for an attribute of a generator."""
+        """Return what the program gets for an attribute of a generator."""
         value = getattr(generator, name)
         if not self.is_asked_by_step:
             return value
@@ -189,14 +189,14 @@ class TracedGenerator(StandsForGenerator):
 
 
 def are_alike(one: Draw, other: Draw) -> bool:
-    """Whether two traces have drawn a number in the same way."""
+    """Return whether two traces have drawn a number in the same way."""
     is_same = one.generator is other.generator and one.name == other.name and one.kind == other.kind
     mine, others = one.of.operands, other.of.operands
     return is_same and len(mine) == len(others) and all(map(computes_the_same, mine, others))
 
 
 def _num_values(name: str, args: Sequence[Any]) -> int | None:
-    """How many values a method may give; ``None`` where that is not known, or more than a few."""
+    """Return how many values a method may give; ``None`` where that is not known, or more than a few."""
     match name, [*args]:
         case "choice", [list() | tuple() as items]:
             return len(items)

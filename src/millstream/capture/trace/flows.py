@@ -45,7 +45,7 @@ class Flows:
         return bool(self._replaced)
 
     def replaced(self, value: Any) -> Any:
-        """What stands, in the functions that run now, for a value, or for those in lists and tuples."""
+        """Return what stands, in the functions that run now, for a value, or for those in lists and tuples."""
         if isinstance(value, Tensor):
             for each in self._replaced:
                 value = each.of(value) if isinstance(each, _Used) else each.get(id(value), value)
@@ -93,7 +93,7 @@ class Flows:
         return tree_unflatten(list(result), parts[-1].made)
 
     def _used(self, parts: Sequence[_Function], given: Sequence[Any]) -> tuple[list[Tensor], set[int]]:
-        """What these functions use beside what they are given; which memory they write."""
+        """Return what these functions use beside what they are given; which memory they write."""
         used = _Used([each for each in self._replaced if isinstance(each, _Used)])
         written: set[int] = set()
         self._replaced.append(used)
@@ -144,7 +144,7 @@ class _Used:
         self._is_recorded = is_recorded()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What stands for a tensor, or what it is itself."""
+        """Return what stands for a tensor, or what it is itself."""
         if id(tensor) not in self.others:
             stand_ins = (other for each in self._around for other in each.others.values())
             is_one = any(tensor is other for other in stand_ins)  # made while an inner function runs, perhaps
@@ -202,7 +202,7 @@ def _versions(given: Sequence[Any]) -> list[Any]:
 
 
 def _share_memory(operands: Sequence[Any], written: set[int]) -> bool:
-    """Whether two of these lie in memory that is written."""
+    """Return whether two of these lie in memory that is written."""
     found = [storage_id(each) for each in operands if isinstance(each, Tensor)]
     return any(found.count(each) > 1 for each in written)
 

@@ -94,7 +94,9 @@ class KnownArray(LaterArray):
 
 
 def known(value: Any, of: Expression, questions: Questions, device: torch.device) -> Any:
-    """What a program gets for a value that the host has before each replay; ``None`` where nothing stands for it.
+    """Return what a program gets for a value that the host has before each replay.
+
+    ``None`` where nothing stands for it.
 
     Args:
         value: The present one: a number, an array, or a list or tuple of those.
@@ -134,7 +136,7 @@ class ReadArrays:
         self._shared: list[tuple[Any, bytes]] = []  # whose memory a tensor has in eager Python, and what they held
 
     def given(self, name: str, args: tuple[Any, ...], how: dict[str, Any]) -> Tensor:
-        """What PyTorch's function of that name makes of an array."""
+        """Return what PyTorch's function of that name makes of an array."""
         if name not in _MAKING or not _are_arrays(args[:1]) or _are_arrays([*args[1:], *how.values()]):
             self._refuse()
         return self._tensor(name, *args, **how)
@@ -177,7 +179,7 @@ class ReadArrays:
 
 
 def writes_array() -> CaptureError:
-    """What is raised where an array and a tensor would have to change together."""
+    """Return what is raised where an array and a tensor would have to change together."""
     return CaptureError(
         "The step writes to a NumPy array whose memory a tensor has, or to that tensor.",
         remedy="Make the tensor by torch.tensor(array), which copies.",
@@ -193,7 +195,7 @@ def _indices(numbers: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def _are_arrays(values: Iterable[Any]) -> bool:
-    """Whether there is any array among them."""
+    """Return whether there is any array among them."""
     return any(issubclass(type(each), ARRAYS) for each in values)
 
 

@@ -261,7 +261,7 @@ class FunctionWatch(TorchFunctionMode):
         self._recorder.questions.num_converted += self.calling in ("__float__", "__int__")
 
     def on(self, *_: Any) -> AbstractContextManager[Any]:
-        """What a backward pass and hooks run in: this mode, also if the call that led there came through it."""
+        """Return what a backward pass and hooks run in: this mode, also if the call that led there came through it."""
         return nullcontext() if is_active(self) else self
 
     def _seen(self, function: Any) -> Any:
@@ -290,7 +290,7 @@ class FunctionWatch(TorchFunctionMode):
         return self._sizes.seen(result)
 
     def _answer(self, name: str, given: Any, tensor: Tensor, *how: Any) -> Any:
-        """What can be said of a tensor without values; ``NotImplemented`` if that is for PyTorch to say."""
+        """Return what can be said of a tensor without values; ``NotImplemented`` if that is for PyTorch to say."""
         if self.flows.is_inside and name in VALUE_READERS:
             self._fail("A function that control flow is given reads a tensor's value.", READ_REMEDY)
         if name == "tolist":
@@ -410,7 +410,7 @@ _ANSWERED = frozenset({"item", "__repr__", "__format__", "tolist", "__bool__", "
 
 
 def _repr_as(traced: Tensor, *, is_named: bool) -> Callable[[Tensor], str]:
-    """How to show a tensor whose values are there as one that autograd knows."""
+    """Return how to show a tensor whose values are there as one that autograd knows."""
     node = traced.grad_fn
     before = "Parameter containing:\n" if isinstance(traced, nn.Parameter) and not is_named else ""
     if node is None and not traced.requires_grad:
@@ -452,7 +452,7 @@ class UniformDraws:
                 self._outcomes[result] = self._draws[args[0]], not below
 
     def outcome(self, tensor: Tensor) -> bool | None:
-        """How a comparison comes out; ``None`` where that depends on what is drawn."""
+        """Return how a comparison comes out; ``None`` where that depends on what is drawn."""
         node, outcome = self._outcomes.get(tensor, (None, None))
         if node is not None:
             node.meta[IS_DECIDED] = True
@@ -477,7 +477,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether PyTorch is to switch Dynamo off at each operator. It is off as long as a step is traced."""
+        """Return whether PyTorch is to switch Dynamo off at each operator. It is off as long as a step is traced."""
         return False
 
     def __init__(
@@ -638,7 +638,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def fits(new: Any, old: Tensor) -> bool:
-    """Whether ``new`` is a tensor that can be copied to ``old`` as it is."""
+    """Return whether ``new`` is a tensor that can be copied to ``old`` as it is."""
     return isinstance(new, Tensor) and new.shape == old.shape and new.dtype == old.dtype and new.device == old.device
 
 
@@ -650,7 +650,7 @@ def _leaves(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _on_host(args: tuple[Any, ...]) -> bool:
-    """Whether all operands of an operator are in host memory, where what it is to run is decided."""
+    """Return whether all operands of an operator are in host memory, where what it is to run is decided."""
     return all(each.device.type == "cpu" for each in _tensors_in(_leaves(args)))
 
 

@@ -149,7 +149,7 @@ class LaterArray(Later):
         return self._questions.text(Apply(make, (self.of,)), self.needs)
 
     def _computed(self, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        """What a function gives, some of whose arguments are known later."""
+        """Return what a function gives, some of whose arguments are known later."""
         parts = [*args, *how.values()]
         needs = frozenset[Leaf]().union(*(each.needs for each in later_in(parts)))
         like = unseen(_of_zeros, function, (*how,), [*map(_like, parts)])
@@ -165,13 +165,13 @@ class LaterArray(Later):
     __float__ = __int__ = _convert
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **how: Any) -> Any:
-        """What a function of NumPy's gives for each element."""
+        """Return what a function of NumPy's gives for each element."""
         if method != "__call__" or "out" in how or ufunc.nout > 1:
             self._refuse()
         return self._computed(ufunc, *inputs, **how)
 
     def __array_function__(self, function: Any, _: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
-        """What another function of NumPy's gives."""
+        """Return what another function of NumPy's gives."""
         if function not in _FUNCTIONS or "out" in how:
             self._refuse()
         return self._computed(function, *args, **how)
@@ -244,7 +244,7 @@ def _called(function: Callable[..., Any], names: tuple[str, ...], *parts: Any) -
 
 
 def later_in(value: Any) -> Iterator[Any]:
-    """What stands for numbers and arrays among values, and in lists among these."""
+    """Yield what stands for numbers and arrays among values, and in lists among these."""
     if type(value) in (list, tuple):
         for each in value:
             yield from later_in(each)

@@ -93,7 +93,7 @@ def _element(number: GraphScalar, of: Tensor) -> Any:
 
 
 def _are_at(device: Any, parts: Sequence[Any]) -> bool:
-    """Whether these are numbers that the graph has on a device; ``None``: that of new tensors.
+    """Return whether these are numbers that the graph has on a device; ``None``: that of new tensors.
 
     Those of an optimizer are where its parameters are. To bring them to the host a graph would have to wait.
     """

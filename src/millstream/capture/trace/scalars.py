@@ -201,7 +201,7 @@ class Questions:
         self._compute = self._draw = None
 
     def derive(self, numbers: Numbers) -> list[Any] | None:
-        """What the graph reads where these are the numbers.
+        """Return what the graph reads where these are the numbers.
 
         ``None`` if the graph does not hold for them: a program with these numbers would get other answers, or fail.
         """
@@ -236,11 +236,11 @@ class Questions:
         return [*numbers, *[None] * (self.num_before - len(numbers)), *self.drawn]
 
     def allow(self, numbers: Numbers) -> bool:
-        """Whether the graph holds for these numbers."""
+        """Return whether the graph holds for these numbers."""
         return self.derive(numbers) is not None
 
     def allow_again(self, numbers: Numbers, successors: dict[int, Callable[[Numbers], Any]]) -> bool:
-        """Whether the graph will hold once more, if nobody but the program changes its numbers.
+        """Return whether the graph will hold once more, if nobody but the program changes its numbers.
 
         Args:
             numbers: As they are now.
@@ -314,7 +314,7 @@ class GraphScalar(torch.SymFloat):
         return threading.get_ident() != self.questions.thread
 
     def outside(self) -> Any:
-        """What it is to others: what was there before, as if the step had not run yet."""
+        """Return what it is to others: what was there before, as if the step had not run yet."""
         number = self.questions.before(self)
         if number is MISSING:
             return self.value
@@ -344,7 +344,9 @@ class GraphScalar(torch.SymFloat):
         return fits_int64(self.value) or not self.has_integer
 
     def as_tensor_for(self, other: Tensor | None) -> Any:
-        """What takes part for it in an operation with ``other``: a tensor in the dtype that a Python number has there.
+        """Return what takes part for it in an operation with ``other``.
+
+        A tensor in the dtype that a Python number has there.
 
         The plain number where there is no such tensor.
         """
@@ -476,7 +478,7 @@ class GraphScalar(torch.SymFloat):
         raise_refusal(self.questions.refused.append, f"{what} {self.origin}.", remedy)
 
     def once(self, key: Any, make: Callable[[], Any], kept: Any = None) -> Any:
-        """What ``make`` gives, the first time for this key; ``kept`` lives as long: its id stays its own."""
+        """Return what ``make`` gives, the first time for this key; ``kept`` lives as long: its id stays its own."""
         try:
             known = self._known.get(key)
         except TypeError:  # it cannot be hashed
@@ -542,7 +544,7 @@ class HostScalar(GraphScalar, Later):
         return self._build is not None
 
     def outside(self) -> Any:
-        """What was there before: for others the call that brings this number has not ended."""
+        """Return what was there before: for others the call that brings this number has not ended."""
         number = self.questions.before(self)
         if number is MISSING:
             raise CaptureError(
@@ -576,7 +578,7 @@ HOST_REMEDY = (
 
 
 def is_scalar(value: Any) -> TypeGuard[GraphScalar]:
-    """Whether it is a scalar of a graph; unlike ``isinstance``, asks it nothing."""
+    """Return whether it is a scalar of a graph; unlike ``isinstance``, asks it nothing."""
     return issubclass(type(value), GraphScalar)
 
 
@@ -586,7 +588,7 @@ def is_size(value: Any) -> bool:
 
 
 def is_known_later(value: Any) -> bool:
-    """Whether it stands for a number or an array that each call brings, or is text with one in it."""
+    """Return whether it stands for a number or an array that each call brings, or is text with one in it."""
     if issubclass(type(value), Later):
         return True
     return is_scalar(value) or is_size(value) or (isinstance(value, str) and holds_token(value))
@@ -601,7 +603,7 @@ _NUMBERS = (int, float, np.floating, np.integer)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a graph can read ``value`` at run time: a real number, of NumPy too (schedulers), and no ``bool``.
+    """Return whether a graph can read ``value`` at run time: a real number, of NumPy too (schedulers), and no ``bool``.
 
     While tracing, a graph's scalar is one.
     """
@@ -617,23 +619,23 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_whole(number: Any) -> bool:
-    """Whether a number, or what a scalar stands for, is an integer."""
+    """Return whether a number, or what a scalar stands for, is an integer."""
     return bool(number.is_whole) if is_scalar(number) else isinstance(number, int | np.integer)
 
 
 def is_within(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
-    """Whether whole numbers between the bounds of ``inner`` are between those of ``outer``."""
+    """Return whether whole numbers between the bounds of ``inner`` are between those of ``outer``."""
     return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 def fits_int64(number: Any) -> bool:
-    """Whether it is a whole number that a graph can read."""
+    """Return whether it is a whole number that a graph can read."""
     kind = type(number)
     return (kind is int or issubclass(kind, np.integer)) and INT64[0] <= number <= INT64[1]
 
 
 def is_double(number: Any) -> bool:
-    """Whether Python computes with it in double precision."""
+    """Return whether Python computes with it in double precision."""
     return type(number) in (float, np.float64)
 
 

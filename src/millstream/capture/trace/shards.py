@@ -63,7 +63,7 @@ class Shards:
         self._fail, self._is_trusted = fail, False
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether it is the user's own, and the trace has a twin of its rows."""
+        """Return whether it is the user's own, and the trace has a twin of its rows."""
         return id(tensor) in self._known
 
     @contextmanager
@@ -78,7 +78,7 @@ class Shards:
     def answer(
         self, function: Callable[..., Any], name: str, args: tuple[Any, ...], leaves: Sequence[Any], caller: FrameType
     ) -> Any:
-        """What the user's code asks of a whole's shape; ``NotImplemented`` where it does not.
+        """Return what the user's code asks of a whole's shape; ``NotImplemented`` where it does not.
 
         Args:
             function: That is called.

@@ -220,7 +220,7 @@ class TracedFloat(_Traced, torch.SymFloat):
 
 
 def is_traced_size(value: Any) -> bool:
-    """Whether the user's code has computed it from sizes; unlike ``isinstance``, asks it nothing."""
+    """Return whether the user's code has computed it from sizes; unlike ``isinstance``, asks it nothing."""
     return issubclass(type(value), _Traced)
 
 

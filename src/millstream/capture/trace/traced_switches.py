@@ -76,7 +76,7 @@ def _refuse(switch: Switch, line: str) -> CaptureError:
 
 
 def _obeys(switch: Switch, operator: Any, args: Sequence[Any]) -> bool:
-    """Whether what an operator computes at run time depends on a switch."""
+    """Return whether what an operator computes at run time depends on a switch."""
     if switch.decides is Decides.NOTHING:
         return False
     tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]

@@ -239,7 +239,7 @@ class Leaving:
                 self.replaced[index] = location
 
     def _memory_of(self, tensor: Tensor) -> Tensor:
-        """What has the memory that ``tensor`` had when the step began."""
+        """Return what has the memory that ``tensor`` had when the step began."""
         return self.moved.get(id(tensor), (tensor, tensor))[1]
 
     def _inputs(self) -> Iterator[Tensor]:
@@ -249,7 +249,7 @@ class Leaving:
 
 
 def _pair(entry: Lifted) -> tuple[Tensor, Tensor]:
-    """What the step has, and what PyTorch has for it."""
+    """Return what the step has, and what PyTorch has for it."""
     return entry.tensor, fake_of(entry.tensor)
 
 
@@ -275,7 +275,7 @@ def _check_returned(structure: Structure, state: Container[int]) -> None:
 
 
 def _holds_new_tensors(value: Any, state: Container[int]) -> bool:
-    """Whether tensors, numbers or text made while tracing can be reached from a value without a call."""
+    """Return whether tensors, numbers or text made while tracing can be reached from a value without a call."""
     waiting, seen = [value], dict[int, Any]()
     while waiting and len(seen) <= MOST_SEARCHED:
         value = waiting.pop()

@@ -618,7 +618,7 @@ class _Tracer:
             self._report(FoundLate(name, value, here()))
 
     def _is_users(self, container: Any) -> bool:
-        """Whether a container is the user's, and not a copy that the function was given."""
+        """Return whether a container is the user's, and not a copy that the function was given."""
         is_given = id(container) in self.record.given
         return is_container(container) and not is_given and self.record.seems_before(container)
 
@@ -706,7 +706,7 @@ class _Tracer:
         self._report(error)
 
     def _has_found(self, owner: Any, function: Any) -> bool:
-        """Whether an object in C, or its function, is where the user has it, or among the arguments."""
+        """Return whether an object in C, or its function, is where the user has it, or among the arguments."""
         origins = ((each, self.record.origin_of(each)) for each in (owner, function))
         found = (each for value, each in origins if each is not None and each.holder is not value)
         is_given = any(value is owner for _, value in self.request.roots)
@@ -852,7 +852,7 @@ class _Tracer:
                 self.left_alone.add(location)
 
     def _before(self, number: Any) -> Any:
-        """What was where the step has put ``number``; asked by other threads."""
+        """Return what was where the step has put ``number``; asked by other threads."""
         return next((change.before for change in self.snapshot.changes() if change.after is number), MISSING)
 
     def _write_numbers_down(self) -> None:
@@ -865,7 +865,7 @@ class _Tracer:
         self._report(ForeignTensor(tensor, here()))
 
     def _refusal_of(self, tensor: Tensor, where: str) -> Exception | None:
-        """What is to be raised where the step uses a tensor that cannot be lifted; ``None`` for others."""
+        """Return what is to be raised where the step uses a tensor that cannot be lifted; ``None`` for others."""
         name, _ = self.unlifted.get(id(tensor), ("a tensor", tensor))
         return StateMissing(name) if is_lazy(tensor) else why_not_lifted(name, tensor, where)
 
@@ -1043,7 +1043,10 @@ class _Tracer:
 
 
 def _not_recorded(why: str) -> Exception:
-    """What is raised where nobody knows what a step reads: for good, or because of what goes on around the call."""
+    """Return what is raised where nobody knows what a step reads.
+
+    For good, or because of what goes on around the call.
+    """
     error = CaptureError(
         f"What the step reads could not be recorded: {why}.",
         remedy="Have a C++ compiler and Python's headers (python3-dev) installed, and set no tracer within the step.",

@@ -80,7 +80,7 @@ class Twins:
             self._real_of.clear()
 
     def holds(self, tensor: Any) -> bool:
-        """Whether a tensor of the user's has a twin."""
+        """Return whether a tensor of the user's has a twin."""
         return id(tensor) in self._fake_of
 
     def fake(self, tensor: Tensor) -> Tensor:
@@ -126,12 +126,12 @@ def _mapped(others: Mapping[int, Tensor], value: Any) -> Any:
 
 
 def twins_of_thread() -> Twins | None:
-    """Those with which this thread traces, if it does."""
+    """Return those with which this thread traces, if it does."""
     return getattr(_thread, "twins", None)
 
 
 def is_traced(tensor: Any) -> bool:
-    """Whether a tensor is one of the graph in the trace of this thread."""
+    """Return whether a tensor is one of the graph in the trace of this thread."""
     return isinstance(tensor, FakeTensor) or ((twins := twins_of_thread()) is not None and twins.holds(tensor))
 
 

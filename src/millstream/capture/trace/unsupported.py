@@ -190,7 +190,7 @@ def _in_sharded(root: nn.Module, found: Found) -> Iterator[Unsupported]:
 
 
 def _is_sharded_by_us(wrapper: nn.Module) -> bool:
-    """Whether steps run a model under ``fully_shard`` without its hooks."""
+    """Return whether steps run a model under ``fully_shard`` without its hooks."""
     return any(wrapper is each for each in fully_sharded_modules([wrapper])) and hooks_are_off(wrapper)
 
 

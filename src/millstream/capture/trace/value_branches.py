@@ -65,7 +65,7 @@ class Ways:
         return self.taken[-1]
 
     def refuse_trace(self, error: CaptureError) -> CaptureError:
-        """What is to be said where a trace fails after a branch, which may be why."""
+        """Return what is to be said where a trace fails after a branch, which may be why."""
         if self.is_full:
             return CaptureError(
                 f"The step branches on tensors' values more than {MOST_BRANCHES} times.",
@@ -75,7 +75,7 @@ class Ways:
         return self.refusal(len(self.lines) - 1, f"are not both captured: {error.reason}")
 
     def refusal(self, number: int, what: str) -> CaptureError:
-        """Why both ways of a branch are not one graph."""
+        """Return why both ways of a branch are not one graph."""
         return CaptureError(
             f"The step branches on a tensor's value, and its two ways {what}.",
             where=self.lines[number],
@@ -96,7 +96,7 @@ def check_alike(one: Leaving, other: Leaving) -> None:
 
 
 def are_effects_alike(one: EffectRecorder, other: EffectRecorder) -> bool:
-    """Whether both ways print, count and so on the same, but for values."""
+    """Return whether both ways print, count and so on the same, but for values."""
     if len(one.program) != len(other.program) or any(effect.ways for effect in (*one.program, *other.program)):
         return False
     return one.outline == other.outline and all(map(_is_alike, one.program, other.program))
@@ -193,7 +193,7 @@ def _is_alike(one: Effect, other: Effect) -> bool:
 
 
 def _are_outputs_alike(one: Sequence[Output], other: Sequence[Output]) -> bool:
-    """Whether they are the same but for values; of text and numbers the outline tells."""
+    """Return whether they are the same but for values; of text and numbers the outline tells."""
 
     def key(output: Output) -> tuple[str, int, int]:
         return output.kind, output.index, 0 if output.kind == "host" else id(output.value)

@@ -162,7 +162,7 @@ def cut(layout: BatchLayout, most_bytes: int) -> tuple[Chunk, ...]:
 
 
 def _overlaps(ranges: Sequence[tuple[int, int]], start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Which ranges, given by first byte and length, reach into another: number, where in both, and how far."""
+    """Yield which ranges, given by first byte and length, reach into another: number, where in both, and how far."""
     for number, (first, num_bytes) in enumerate(ranges):
         low, high = max(first, start), min(first + num_bytes, end)
         if low < high or start <= first == high:  # an empty one, too
@@ -195,7 +195,7 @@ def see_source(leaf: Tensor, num_bytes: int) -> Tensor:
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether it is a tensor that is all said by its bytes, dtype, sizes and strides."""
+    """Return whether it is a tensor that is all said by its bytes, dtype, sizes and strides."""
     return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_nested
 
 

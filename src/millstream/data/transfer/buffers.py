@@ -109,7 +109,7 @@ class BatchLease:
         self.num_left = [*range(len(numbers))]  # popping is atomic: one of several threads gets the last, 0
 
     def lease(self, number: int) -> SegmentLease:
-        """What keeps a segment from coming back."""
+        """Return what keeps a segment from coming back."""
         memory = self.buffer.segments[number]
         assert memory is not None
         lease = SegmentLease(self, number, memory)
@@ -117,11 +117,11 @@ class BatchLease:
         return lease
 
     def has_ended(self) -> bool:
-        """Whether the user has nothing more of it but what was left to them, and all finalizers have ended."""
+        """Return whether the user has nothing more of it but what was left to them, and all finalizers have ended."""
         return all(number in self.kept or held() is None for number, held in self.held.items())
 
     def is_back(self) -> bool:
-        """Whether every segment has come back or was left to the user."""
+        """Return whether every segment has come back or was left to the user."""
         return not self.num_left
 
 

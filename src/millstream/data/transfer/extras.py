@@ -65,7 +65,7 @@ class Destination(Protocol):
 
 
 def can_be_staged(leaf: Any) -> bool:
-    """Whether the leaf is plain bytes on the host.
+    """Return whether the leaf is plain bytes on the host.
 
     Others (tensor subclasses, sparse, quantized or gradient-tracking tensors, objects with a ``to``) are moved by their
     own ``to`` when they are handed out: right, if not hidden.

@@ -21,7 +21,7 @@ Lend = Callable[[object, list[Any]], None]
 
 
 def prepare_lending(layout: BatchLayout, memories: Sequence[Tensor]) -> Sequence[Lend]:
-    """What lends each segment of a layout; empty where there is no compiled code. It keeps no memory alive.
+    """Return what lends each segment of a layout; empty where there is no compiled code. It keeps no memory alive.
 
     Args:
         layout: Of the batches.

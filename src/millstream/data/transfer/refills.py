@@ -42,7 +42,7 @@ class RefillWatch:
         return self
 
     def look(self, batch: Any) -> bool:
-        """Whether this batch is the first that shares memory with one before."""
+        """Return whether this batch is the first that shares memory with one before."""
         leaves = _tensors(batch)
         spans = [_span(leaf) for leaf in leaves]
         before = [span for _, seen in self._seen for span in seen]
@@ -86,7 +86,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def _overlaps(leaf: Tensor) -> bool:
-    """Whether elements may share memory."""
+    """Return whether elements may share memory."""
     end = 0
     for stride, size in sorted(zip(leaf.stride(), leaf.size(), strict=True)):
         if size > 1:

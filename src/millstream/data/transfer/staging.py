@@ -244,7 +244,7 @@ class StagingPool:
 
 
 def _see_piece(memory: Tensor, layout: BatchLayout, number: int) -> Tensor:
-    """Where a source lies in memory for a whole batch, seen as what it is."""
+    """Return where a source lies in memory for a whole batch, seen as what it is."""
     i, num_bytes = layout.sources[number]
     segment, first = layout.position[i]
     first += layout.segments[segment].start

@@ -391,7 +391,7 @@ def _compile() -> None:
 
 
 def _pair(pinned: StagingBuffer, memories: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Where the bytes in a staging buffer go, and they."""
+    """Return where the bytes in a staging buffer go, and they."""
     pairs = []
     for segment, first, source in pinned.copies:
         memory = memories[segment]

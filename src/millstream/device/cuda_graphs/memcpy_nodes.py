@@ -17,7 +17,7 @@ from millstream import _native
 
 @functools.cache
 def memcpy_library() -> MemcpyLibrary | None:
-    """What makes memcpy nodes; ``None`` where compiled code, or a call of CUDA's driver, cannot be had."""
+    """Return what makes memcpy nodes; ``None`` where compiled code, or a call of CUDA's driver, cannot be had."""
     core = _native.load("core")
     try:
         return None if core is None else MemcpyLibrary(core, ctypes.CDLL("libcuda.so.1"))

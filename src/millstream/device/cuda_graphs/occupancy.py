@@ -77,7 +77,7 @@ def read_kernels(driver: Any, graph: torch.cuda.CUDAGraph) -> Iterator[tuple[int
 
 
 def fitting_blocks(driver: Any, params: KernelNodeParams, function: ctypes.c_void_p) -> int:
-    """How many blocks of a kernel a multiprocessor holds at one time; 0 where the driver does not tell."""
+    """Return how many blocks of a kernel a multiprocessor holds at one time; 0 where the driver does not tell."""
     fitting = ctypes.c_int(0)
     status = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
         ctypes.byref(fitting), function, ctypes.c_int(math.prod(params.block)), ctypes.c_size_t(params.shared_bytes)

@@ -84,11 +84,11 @@ class Driver(Protocol):
         ...
 
     def is_current(self) -> bool:
-        """Whether it is the calling thread's current device."""
+        """Return whether it is the calling thread's current device."""
         ...
 
     def is_capturing_elsewhere(self) -> bool:
-        """Whether the calling thread captures a graph on another device, which then is its current one."""
+        """Return whether the calling thread captures a graph on another device, which then is its current one."""
         ...
 
     def entry(self, stream: Stream) -> Callable[[], Any]:
@@ -100,7 +100,7 @@ class Driver(Protocol):
         ...
 
     def workspace_bytes(self) -> int:
-        """What cuBLAS takes for each stream."""
+        """Return what cuBLAS takes for each stream."""
         ...
 
     def guard(self) -> AbstractContextManager[Any]:

@@ -45,7 +45,7 @@ LINK_LATENCY_NS = 5_000  # a thread that waits is told of a copy within this, in
 
 @functools.cache
 def cpu_link() -> Link:
-    """What a copy costs on this machine: measured once, in some milliseconds."""
+    """Return what a copy costs on this machine: measured once, in some milliseconds."""
     times = []
     with real_tensors():  # it may be asked for while PyTorch compiles
         source = torch.zeros(LINK_BYTES, dtype=torch.uint8)
@@ -184,7 +184,7 @@ class PlacedEngine(Engine):
         self.plan, self.name, self._costs, self._chosen = made.plan, self._asked or "threads", costs, made
 
     def _find_costs(self, one: Engine, inputs: Sequence[Any]) -> Costs:
-        """What the kernels were measured to take on one device."""
+        """Return what the kernels were measured to take on one device."""
         if one.costs is not None:
             return one.costs
         graph = self.lowered.program.graph

@@ -17,7 +17,10 @@ _COPY = torch.ops.aten.copy_.default
 
 
 def find_constraints(program: Program) -> Constraints:
-    """What of a program must stay where it is: the user's operators, and memory that nobody knows how to copy."""
+    """Return what of a program must stay where it is.
+
+    The user's operators, and memory that nobody knows how to copy.
+    """
     graph = program.graph
     fixed = {
         kernel.id
@@ -72,7 +75,7 @@ class _Placing:
         )
 
     def _call(self, kernel: int, origin: int) -> KernelCall:
-        """What the kernel called, on the buffers that it has now."""
+        """Return what the kernel called, on the buffers that it has now."""
         old, new = self.program.graph.kernels[origin], self.placement.graph.kernels[kernel]
         pairs = zip((*old.reads, *old.writes), (*new.reads, *new.writes), strict=True)
         names = {before: after for before, after in pairs if before != after}

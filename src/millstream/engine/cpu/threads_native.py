@@ -154,7 +154,7 @@ class _RegisterValues:
         return fit(tensor, layout.size, layout.stride, Promise(layout, name, entry, is_users(call.target), []))
 
     def bind(self, name: str) -> bool:
-        """Whether a value stays in place from call to call; one that is a view of such a value becomes one."""
+        """Return whether a value stays in place from call to call; one that is a view of such a value becomes one."""
         view = self._program.views.get(name)
         if name not in self.bound and view is not None and view.base in self.bound:
             self.bound[name] = self.tensor(name)
@@ -233,7 +233,7 @@ class _StepsBuilder:
         return self._register(arg.name), view.offset if view else 0
 
     def _promise(self, name: str) -> tuple[int, ...]:
-        """How a result is to lie: the number of its dimensions, sizes and strides; see ``promises``."""
+        """Return how a result is to lie: the number of its dimensions, sizes and strides; see ``promises``."""
         layout = promised(self._program, name)
         return (-1,) if layout is None else (len(layout.size), *layout.size, *layout.stride)
 
@@ -292,7 +292,7 @@ class _StepsBuilder:
         return self._register(name)
 
     def _register(self, name: str) -> int:
-        """Where a value is, or what it is a view of; it stays there if it is bound."""
+        """Return where a value is, or what it is a view of; it stays there if it is bound."""
         registers, is_bound = self.values.registers, self.values.bind(name)
         name = name if is_bound else self._program.base(name)
         if name not in registers:
@@ -323,7 +323,7 @@ def arguments_by_schema(operator: OpOverload, call: KernelCall) -> list[Any] | N
 
 
 def is_simple(leaf: Any) -> bool:
-    """Whether compiled code can be given such an argument."""
+    """Return whether compiled code can be given such an argument."""
     return leaf is None or isinstance(leaf, (Value, bool, int, float, str))
 
 

@@ -73,7 +73,7 @@ def make_batched_copy(tensors: Sequence[Tensor]) -> BatchedCopy | None:
 
 
 def can_be_batched(tensor: Tensor) -> bool:
-    """Whether a tensor is on a device, and a stretch of bytes there that says all about it."""
+    """Return whether a tensor is on a device, and a stretch of bytes there that says all about it."""
     return _on_device(tensor) and _is_stretch(tensor)
 
 
@@ -82,7 +82,7 @@ def _on_device(tensor: Tensor) -> bool:
 
 
 def _is_stretch(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor follow each other in memory in some order, without gaps."""
+    """Return whether the elements of a tensor follow each other in memory in some order, without gaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -46,7 +46,7 @@ class ProgramPair:
         return self.waiting is not None and self.waiting() is not None
 
     def saved_by_graph(self, inputs: Sequence[Any]) -> bool:
-        """Whether a backward pass with these inputs belongs to a replay of the forward graph."""
+        """Return whether a backward pass with these inputs belongs to a replay of the forward graph."""
         if not self.saved:
             return self.replayed
         return self.saved.issubset([each.data_ptr() for each in inputs if isinstance(each, torch.Tensor)])
@@ -229,7 +229,7 @@ class Captured:
         return self._program.graph.buffer_of[name].role is Role.STATE
 
     def fits(self, inputs: list[Any]) -> bool:
-        """Whether every static input still lies where the graph expects it."""
+        """Return whether every static input still lies where the graph expects it."""
         return not self._static or same_addresses(inputs, self._addresses, self._static)
 
     def run(self, inputs: list[Any]) -> list[Any]:
@@ -262,7 +262,7 @@ class Captured:
             slot.record_stream(stream)
 
     def make_outputs(self, inputs: Sequence[Any]) -> list[Any]:
-        """What the caller gets; what is copied for it is filled when the call is finished."""
+        """Return what the caller gets; what is copied for it is filled when the call is finished."""
         return [make(inputs) for make in self._outputs]
 
     def finish(self, inputs: list[Any], outputs: list[Any]) -> list[Any]:
@@ -283,7 +283,7 @@ class Captured:
         return None if self._saved is None else weakref.ref(outputs[self._saved])
 
     def _owns(self, position: int) -> bool:
-        """Whether an output lies in the graph's memory, rather than in an input's."""
+        """Return whether an output lies in the graph's memory, rather than in an input's."""
         item = self._program.outputs[position]
         return isinstance(item, Value) and self._program.base(item.name) not in self._program.inputs
 
@@ -300,7 +300,7 @@ class Captured:
             self._slots[0].copy_(sources[0])
 
     def _recipe(self, position: int, output: Any) -> Callable[[Sequence[Any]], Any]:
-        """How to make one output for the caller from his inputs and the graph's memory."""
+        """Return how to make one output for the caller from his inputs and the graph's memory."""
         item = self._program.outputs[position]
         if not isinstance(item, Value):
             return lambda inputs: item

@@ -208,7 +208,7 @@ class CudaGraphEngine(Engine):
             return self._try(plan, self._latest().inputs, None)
 
     def _latest(self) -> Captured:
-        """What is captured, with the inputs of its latest call in its slots."""
+        """Return what is captured, with the inputs of its latest call in its slots."""
         if self._captured is None:
             raise InternalError(f"{self.lowered.program.graph.name} has not been captured yet.")
         if not self._captured.is_latest:
@@ -441,5 +441,5 @@ class CudaGraphEngine(Engine):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without PyTorch's advice for debugging."""
+    """Return what an error says, without PyTorch's advice for debugging."""
     return str(error).partition("\n")[0]

@@ -131,7 +131,7 @@ class GraphIO:
 
 
 def can_be_made() -> bool:
-    """Whether the driver has what it takes, and has refused none of it yet."""
+    """Return whether the driver has what it takes, and has refused none of it yet."""
     library = memcpy_library()
     return library is not None and not library.has_refused
 

@@ -124,7 +124,7 @@ class CopyTrial:
         self._in_place = False
 
     def take_turn(self) -> bool:
-        """Whether the next call for which there is a graph shall read in place."""
+        """Return whether the next call for which there is a graph shall read in place."""
         self._in_place = not self._in_place
         return self._in_place
 

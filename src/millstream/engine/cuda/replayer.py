@@ -201,7 +201,7 @@ def bytes_in_place(lowered: Lowered, positions: Sequence[int], inputs: Sequence[
 
 
 def are_apart(inputs: Sequence[Any], positions: Sequence[int]) -> bool:
-    """Whether none of the inputs at ``positions`` shares bytes with any other input."""
+    """Return whether none of the inputs at ``positions`` shares bytes with any other input."""
     spans = sorted(
         (*_span(tensor), position)
         for position, tensor in enumerate(inputs)

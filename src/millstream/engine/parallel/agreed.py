@@ -119,7 +119,7 @@ class AgreedEngine:
         return [executable for executable in self._executables if executable is not None]
 
     def describe(self) -> Described:
-        """What it exchanges, and how it runs at present.
+        """Return what it exchanges, and how it runs at present.
 
         Raises:
             LoweringError: Its segments make no single program.
@@ -214,7 +214,7 @@ class AgreedEngine:
         self.whole, self._apart = None, 0
 
     def _find_agreement(self) -> Agreement | None:
-        """What processes ask each other by, if all collectives of the step are asked about."""
+        """Return what processes ask each other by, if all collectives of the step are asked about."""
         found = {exchange.agreement for exchange in self.segmented.exchanges}
         known = [executable for executable in self._executables if executable is not None]
         if len(found) != 1 or not known or not all(isinstance(each, Engine) for each in known):
@@ -223,7 +223,7 @@ class AgreedEngine:
         return agreement if isinstance(agreement, Agreement) else None
 
     def _may_offer(self, inputs: Sequence[Any]) -> bool:
-        """Whether this process is ready to run the step as one graph."""
+        """Return whether this process is ready to run the step as one graph."""
         self._calls += 1
         if self.notes or self._calls <= CALLS_BEFORE:
             return False
@@ -303,5 +303,5 @@ def _joined(*told: str) -> str:
 
 
 def _is_ready(executable: Engine) -> bool:
-    """Whether a segment has been captured, if there is anything to capture."""
+    """Return whether a segment has been captured, if there is anything to capture."""
     return executable.lowered.program.does_nothing or executable.is_captured

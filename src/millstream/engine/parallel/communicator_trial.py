@@ -101,7 +101,7 @@ def choose_communicator(
 
 
 def _candidates(wanted: str, noted: Any, *, is_timed: bool) -> tuple[tuple[int | None, ...], bool]:
-    """What to open, and whether to take it without a trial."""
+    """Return what to open, and whether to take it without a trial."""
     if wanted == GROUP or (wanted == AUTO and not is_timed):
         return (), True
     if wanted == OWN:

@@ -64,7 +64,10 @@ def describe(segmented: SegmentedEngine, lowered: Lowered, whole: WholeGraph | W
 
 
 def assumed_network(num_processes: int, *, on_gpu: bool) -> Network:
-    """What is between processes as far as anybody has said: as many to a host as torchrun says, or all on one."""
+    """Return what is between processes as far as anybody has said.
+
+    As many to a host as torchrun says, or all on one.
+    """
     link = NVLINK if on_gpu else GLOO
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     per_host = int(told) if told.isdecimal() and 0 < int(told) < num_processes else num_processes

@@ -120,7 +120,9 @@ def propose_together(
 def recall_together(
     agreement: Agreement, noted: Mapping[str, Any] | None, graph: KernelGraph, costs: Costs, scheduling: Scheduling
 ) -> Found | None:
-    """What the first process chose before, as it has noted it, made again in each; ``None`` where one of them cannot.
+    """Return what the first process chose before, as it has noted it, made again in each.
+
+    ``None`` where one of them cannot.
 
     Args:
         agreement: Of the processes.

@@ -80,7 +80,7 @@ class Watchdog:
             time.sleep(LOOK_S)
 
     def describe(self, number: int, ended: list[int], waited_s: float) -> str:
-        """What happened, for people.
+        """Return what happened, for people.
 
         Args:
             number: Of the replay that has not ended, from 1.

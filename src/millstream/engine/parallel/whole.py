@@ -70,7 +70,7 @@ def digest_of(exchanges: Sequence[Any], given: Sequence[Any]) -> int:
 
 
 def costs_of(lowered: Lowered, segments: Segments, executables: Sequence[Engine | None]) -> Costs:
-    """What each segment was measured to cost, and a calculation for what came in between."""
+    """Return what each segment was measured to cost, and a calculation for what came in between."""
     calculated = Roofline().estimate(lowered.program.graph)
     place_of = {position: place for place, position in enumerate(lowered.order)}
     kernels: list[KernelCost] = list(calculated.kernels)

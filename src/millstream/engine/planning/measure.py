@@ -96,7 +96,10 @@ class CostMeter:
         return KernelCost(duration_ns, 1.0 if share is None else share, memory_share)
 
     def _fixed_ns(self, launch: Callable[[], Any]) -> float:
-        """What launching and timing a graph takes beyond its kernels: from graphs of few and of many tiny ones."""
+        """Return what launching and timing a graph takes beyond its kernels.
+
+        From graphs of few and of many tiny ones.
+        """
         few, many = self._time(launch, 4)[0], self._time(launch, 24)[0]
         return max(few - 4 * (many - few) / 20, 0.0)
 

@@ -116,7 +116,7 @@ class Planner:
         return found
 
     def _known(self) -> MeasuredCosts:
-        """What this process knows, by measurements where there are any."""
+        """Return what this process knows, by measurements where there are any."""
         name, program = str(self._context.place), self._lowered.program
         with _guard.lock:
             if name not in _tables:

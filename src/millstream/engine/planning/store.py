@@ -78,7 +78,7 @@ def versions() -> dict[str, str]:
 
 
 def choice_key(program: Program, scheduling: Scheduling) -> str:
-    """What a choice is found by: everything that it depends on beside device and versions."""
+    """Return what a choice is found by: everything that it depends on beside device and versions."""
     codes = [program.code(kernel.id) for kernel in program.graph.kernels]
     text = f"{format_graph(program.graph)}{codes}{scheduling}{STREAM_COUNTS}{TRIED_POLICIES}{VARIANTS}{SMALL}{BESIDE}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -124,7 +124,7 @@ def _activity(start: int, end: int, name: str, category: str, arguments: Mapping
 
 
 def _span_of(call: LaunchCall, pageable: set[int | None]) -> HostSpan | None:
-    """What a driver call is to a device that idles meanwhile; ``None`` where it only launches."""
+    """Return what a driver call is to a device that idles meanwhile; ``None`` where it only launches."""
     name = call.name
     if any(part in name for part in _BLOCKING):
         return HostSpan(call.thread, call.start_ns, call.end_ns, Cause.SYNC, (), name)

@@ -15,7 +15,7 @@ _FINISHING = ("nhwctonchw", "splitkreduce", "split_k_kernel", "epilogue", "reduc
 
 
 def timeline_of_replay(plan: Plan, activities: Sequence[Activity]) -> Timeline:
-    """What one replay was, on the clock of its begin.
+    """Return what one replay was, on the clock of its begin.
 
     Generated kernels are known by their names. On one stream, what ran between two of them was launched by the
     operators between them; on several, an operator is known only where the numbers leave no doubt. What cannot be
@@ -41,7 +41,7 @@ def timeline_of_replay(plan: Plan, activities: Sequence[Activity]) -> Timeline:
 
 
 def is_of(activity: Activity, kernel: Kernel) -> bool:
-    """Whether a name on the device is that of a generated kernel."""
+    """Return whether a name on the device is that of a generated kernel."""
     return kernel.name.startswith(_GENERATED) and activity.name.startswith(kernel.name)
 
 

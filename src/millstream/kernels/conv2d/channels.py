@@ -66,7 +66,7 @@ def _is_misaligned(node: torch.fx.Node) -> bool:
 
 
 def _becomes_ours(node: torch.fx.Node) -> bool:
-    """Whether our own kernel computes a convolution that is enlarged."""
+    """Return whether our own kernel computes a convolution that is enlarged."""
     image, weight, _, *options = values_of(node)
     sizes = [channels + _missing(channels) for channels in weight.shape[:2]]
     enlarged = weight.new_empty([*sizes, *weight.shape[2:]])
@@ -74,7 +74,7 @@ def _becomes_ours(node: torch.fx.Node) -> bool:
 
 
 def _is_product(node: torch.fx.Node) -> bool:
-    """Whether a convolution is a product of matrices."""
+    """Return whether a convolution is a product of matrices."""
     return arguments_of(node)[1].meta["val"].shape[2:] == (1, 1)
 
 

@@ -36,7 +36,7 @@ _REDUCED_PIXELS, _REDUCED_CHANNELS = 8, 64
 
 
 def is_small_conv2d(arguments: list[Any], output: Any) -> bool:
-    """Whether our kernel does what ``aten.convolution`` does for these arguments, and in less time.
+    """Return whether our kernel does what ``aten.convolution`` does for these arguments, and in less time.
 
     That is, if channels come last in memory (``has_channels_last``), and but for a bias.
 
@@ -149,7 +149,7 @@ GROUPING = Grouping(convolve_2d, Conv2d, launches_of_conv2d, convolve_2d_togethe
 
 
 def partials_shape(convolutions: Sequence[Conv2d]) -> tuple[int, int, int, int] | None:
-    """How many convolutions, splits, pixels and channels there are; ``None`` where sums stay whole."""
+    """Return how many convolutions, splits, pixels and channels there are; ``None`` where sums stay whole."""
     out = convolutions[0].out
     num_splits = choose_splits(convolutions[0].weight, out)
     return (len(convolutions), num_splits, num_pixels(out), out.shape[1]) if num_splits > 1 else None
@@ -162,7 +162,7 @@ def launch_partials(
     factors: Sequence[Sequence[torch.Tensor]],
     partials: torch.Tensor,
 ) -> TritonLaunch:
-    """How to compute partial sums, those of each split like a result of this size."""
+    """Return how to compute partial sums, those of each split like a result of this size."""
     shape = (size[0], *size[2:], size[1])
     firsts = [partial.view(shape).movedim(-1, 1) for partial in partials[:, 0]]
     convolutions = [
@@ -173,7 +173,7 @@ def launch_partials(
 
 
 def launch_conv2d(convolutions: Sequence[Conv2d], num_splits: int = 1) -> TritonLaunch:
-    """How to compute convolutions of one kind at once.
+    """Return how to compute convolutions of one kind at once.
 
     Args:
         convolutions: Where sums are split, each has the place of its first split for ``out``, and nothing follows.
@@ -229,7 +229,7 @@ def launch_conv2d(convolutions: Sequence[Conv2d], num_splits: int = 1) -> Triton
 
 
 def launch_reduction(partials: torch.Tensor, rests: Sequence[Rest]) -> TritonLaunch:
-    """How to add up partial sums, and to do what follows."""
+    """Return how to add up partial sums, and to do what follows."""
     # Triton is there where there is a GPU
     from millstream.kernels.conv2d.conv2d_kernel import reduce_partials
 
@@ -276,7 +276,7 @@ def _describe(rests: Sequence[Rest]) -> tuple[tuple[Any, ...], tuple[Any, ...], 
 
 
 def _channels_between_pixels(out: torch.Tensor) -> int:
-    """How many numbers lie between a pixel of an image and the next."""
+    """Return how many numbers lie between a pixel of an image and the next."""
     steps = [out.stride(i) for i in (3, 2, 0) if out.shape[i] > 1]
     return steps[0] if steps else out.shape[1]
 
@@ -291,7 +291,7 @@ CONVOLVE = torch.ops.millstream.convolve_2d.default
 
 @torch.library.impl(_library, "convolve_2d", "CompositeExplicitAutograd")
 def _convolve(image: torch.Tensor, weight: torch.Tensor, *options: Any) -> torch.Tensor:
-    """What the operator means; programs call ``convolve_2d`` in its place."""
+    """Return what the operator means; programs call ``convolve_2d`` in its place."""
     bias, addend, relu, kept, stride, padding = options
     convolved = torch.conv2d(image, weight, None, stride, padding)
     result = convolved[:, :kept].clone()

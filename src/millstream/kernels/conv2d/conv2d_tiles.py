@@ -96,15 +96,15 @@ def choose_splits(weight: torch.Tensor, output: torch.Tensor) -> int:
 
 
 def is_pointwise(weight: torch.Tensor, stride: list[int], padding: list[int]) -> bool:
-    """Whether the window is one pixel, and each pixel has one."""
+    """Return whether the window is one pixel, and each pixel has one."""
     return (*weight.shape[2:], *stride, *padding) == (1, 1, 1, 1, 0, 0)
 
 
 def ceil_div(number: int, size: int) -> int:
-    """How many pieces of a size it takes for so many."""
+    """Return how many pieces of a size it takes for so many."""
     return -(-number // size)
 
 
 def num_pixels(out: torch.Tensor) -> int:
-    """How many there are in all images of a batch."""
+    """Return how many there are in all images of a batch."""
     return out.shape[0] * out.shape[2] * out.shape[3]

@@ -87,7 +87,7 @@ def absorb_epilogues(gm: torch.fx.GraphModule) -> None:
 
 
 def _is_of_channels(node: torch.fx.Node) -> bool:
-    """Whether this concatenates channels of images."""
+    """Return whether this concatenates channels of images."""
     return (
         node.target is aten.cat.default
         and len(node.args) == 2
@@ -98,12 +98,12 @@ def _is_of_channels(node: torch.fx.Node) -> bool:
 
 
 def _parts(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """What this consists of, if it is made only to be concatenated again."""
+    """Return what this consists of, if it is made only to be concatenated again."""
     return node.args[0] if _is_of_channels(node) and len(node.users) == 1 else [node]  # type: ignore[return-value]
 
 
 def _joins_whole_results(node: torch.fx.Node) -> bool:
-    """Whether each part of a concatenation is all that one of our convolutions computes."""
+    """Return whether each part of a concatenation is all that one of our convolutions computes."""
     parts: Any = node.args[0]
     return len(set(parts)) == len(parts) and all(part.target is CONVOLVE and len(part.users) == 1 for part in parts)
 

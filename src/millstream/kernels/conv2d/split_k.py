@@ -82,7 +82,7 @@ def find_split_launches(program: Program) -> Iterator[TritonLaunch]:
 
 
 def _num_bytes(layout: TensorLayout) -> int:
-    """What a tensor without gaps takes."""
+    """Return what a tensor without gaps takes."""
     return math.prod(layout.size) * layout.dtype.itemsize
 
 
@@ -105,13 +105,13 @@ def _of_products(program: Program, convolutions: Sequence[Sequence[Any]]) -> tup
 
 
 def _rest(convolution: Sequence[Any]) -> tuple[Any, ...]:
-    """What the next kernel has to know, as ``Rest`` has it: the other's image and weight may be gone by then."""
+    """Return what the next kernel has to know, as ``Rest`` has it: the other's image and weight may be gone by then."""
     _, _, *rest, _, _, out = convolution
     return *rest, out
 
 
 def _factors(convolutions: Iterable[Sequence[Any]]) -> list[Value]:
-    """What goes into the products."""
+    """Return what goes into the products."""
     return [value for image, weight, *_ in convolutions for value in (image, weight)]
 
 

@@ -38,7 +38,7 @@ _CHANNELS_AT_ONCE = 8  # 16 bytes of 2-byte numbers, the longest load
 
 
 def is_small_depthwise(arguments: list[Any], output: Any) -> bool:
-    """Whether our kernel does what ``aten.convolution`` does for these arguments, and in less time.
+    """Return whether our kernel does what ``aten.convolution`` does for these arguments, and in less time.
 
     That is, if channels come last in memory, and the weight's windows one after the other.
 
@@ -103,7 +103,7 @@ def convolve_depthwise_together(*convolutions: Sequence[Any]) -> None:
 
 
 def launch_depthwise(convolutions: Sequence[Depthwise]) -> TritonLaunch:
-    """How to compute convolutions of one kind at once, those of the larger window first."""
+    """Return how to compute convolutions of one kind at once, those of the larger window first."""
     from millstream.kernels.depthwise.depthwise_kernel import depthwise  # Triton is there where there is a GPU
 
     convolutions = sorted(convolutions, key=lambda each: each.window, reverse=True)
@@ -169,7 +169,7 @@ CONVOLVE_DEPTHWISE = torch.ops.millstream.convolve_depthwise.default
 
 @torch.library.impl(_library, "convolve_depthwise", "CompositeExplicitAutograd")
 def _convolve(image: torch.Tensor, weight: torch.Tensor, relu: bool, outputs: int, *options: Any) -> torch.Tensor:
-    """What the operator means; programs call ``convolve_depthwise`` in its place."""
+    """Return what the operator means; programs call ``convolve_depthwise`` in its place."""
     stride, padding, dilation = options
     channels = weight.shape[0]
     image = image[:, :channels]

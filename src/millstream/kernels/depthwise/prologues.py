@@ -68,7 +68,7 @@ def _absorb(graph: torch.fx.Graph, node: torch.fx.Node, readers: set[torch.fx.No
 
 
 def _is_for_all(node: torch.fx.Node, readers: set[torch.fx.Node]) -> bool:
-    """Whether this is something that our kernel can do to its image, and nobody else reads it."""
+    """Return whether this is something that our kernel can do to its image, and nobody else reads it."""
     return (node.target is aten.relu.default or _border(node) is not None) and _is_read_by(node, readers)
 
 
@@ -83,13 +83,16 @@ def _is_read_by(node: torch.fx.Node, readers: set[torch.fx.Node]) -> bool:
 
 
 def _border(node: torch.fx.Node) -> list[int] | None:
-    """How many zeros this puts to the left, the right, above and below of an image; ``None`` if it is no such thing."""
+    """Return how many zeros this puts to the left, the right, above and below of an image.
+
+    ``None`` if it is no such thing.
+    """
     sizes = zeros_of(node)
     return [*sizes, 0, 0][:4] if 0 < len(sizes) <= 4 and min(sizes) >= 0 else None
 
 
 def _enlarged(node: torch.fx.Node) -> torch.fx.Node:
-    """What puts zeros after the channels of this, if that is all it is for; else itself."""
+    """Return what puts zeros after the channels of this, if that is all it is for; else itself."""
     user = next(iter(node.users), node)
     sizes = zeros_of(user)
     return user if len(node.users) == 1 and len(sizes) == 6 and not any(sizes[:5]) and sizes[5] > 0 else node

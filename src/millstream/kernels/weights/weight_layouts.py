@@ -47,7 +47,7 @@ def take_conversions(gm: torch.fx.GraphModule) -> None:
 
 
 def _origin(node: torch.fx.Node) -> torch.fx.Node:
-    """What a weight was before it was given zeros and another type, each once at most."""
+    """Return what a weight was before it was given zeros and another type, each once at most."""
     steps = [changes_type, _adds_channels]
     while taken := [step for step in steps if step(node)]:
         steps.remove(taken[0])
@@ -56,7 +56,7 @@ def _origin(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def _adds_channels(node: torch.fx.Node) -> bool:
-    """Whether this puts zeros after channels and does nothing else."""
+    """Return whether this puts zeros after channels and does nothing else."""
     sizes = zeros_of(node)
     return len(sizes) in (6, 8) and not any(sizes[:5]) and not any(sizes[6:7]) and min(sizes) >= 0
 

@@ -57,7 +57,7 @@ def convert_weights_together(*conversions: Sequence[torch.Tensor]) -> None:
 
 
 def launch_conversions(conversions: Sequence[Conversion]) -> TritonLaunch:
-    """How to convert weights of one kind at once."""
+    """Return how to convert weights of one kind at once."""
     from millstream.kernels.weights.weights_kernel import convert  # Triton is there where there is a GPU
 
     weights, outs = zip(*conversions, strict=True)
@@ -127,7 +127,7 @@ CONVERT = torch.ops.millstream.convert_weight.default
 
 @torch.library.impl(_library, "convert_weight", "CompositeExplicitAutograd")
 def _convert(weight: torch.Tensor, size: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """What the operator means; programs call ``convert_weight`` in its place."""
+    """Return what the operator means; programs call ``convert_weight`` in its place."""
     result = torch.zeros(size, dtype=dtype, device=weight.device).contiguous(memory_format=torch.channels_last)
     result[: weight.shape[0], : weight.shape[1]] = weight
     return result

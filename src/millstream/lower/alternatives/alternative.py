@@ -43,7 +43,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 def name_product(rows: Any, columns: Any, dtype: Any) -> str:
-    """What a product has in common with others, by the sizes of its factors."""
+    """Return what a product has in common with others, by the sizes of its factors."""
     m, k, n = rows[0], rows[1], columns[1]
     return f"product {m} x {k} x {n} {str(dtype).removeprefix('torch.')}"
 
@@ -61,6 +61,6 @@ def products_of(graph: torch.fx.Graph) -> list[tuple[torch.fx.Node, str, float]]
 
 
 def on_gpu(graph: torch.fx.Graph) -> bool:
-    """Whether a graph computes on a GPU."""
+    """Return whether a graph computes on a GPU."""
     values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
     return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)

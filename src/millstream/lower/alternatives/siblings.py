@@ -113,7 +113,7 @@ def _join(
 
 
 def _value_of(node: Any) -> Any:
-    """What nodes with the same value have in common: layers make rows of their input, and cast it, each."""
+    """Return what nodes with the same value have in common: layers make rows of their input, and cast it, each."""
     if isinstance(node, torch.fx.Node) and node.target in _SAME and not node.kwargs:
         return (node.target, *(_value_of(arg) for arg in node.args))
     return tuple(map(_value_of, node)) if isinstance(node, (list, tuple)) else node
@@ -146,7 +146,7 @@ def _groups(graph: torch.fx.Graph) -> Iterator[_Siblings]:
 
 
 def _is_worth_it(siblings: _Siblings) -> bool:
-    """Whether putting the other factors side by side costs little enough."""
+    """Return whether putting the other factors side by side costs little enough."""
     sources = [each.args[0] if each.target is aten.permute.default else each for each in siblings.others]
     rows = _factor(siblings.nodes[0], siblings.side).meta["val"].shape[siblings.side]
     is_copied = any(each.op == "placeholder" for each in sources)  # type: ignore[union-attr]
@@ -165,7 +165,10 @@ def _ancestors(graph: torch.fx.Graph, among: set[torch.fx.Node]) -> dict[torch.f
 
 
 def _writes_between(graph: torch.fx.Graph, start: int, end: int) -> bool:
-    """Whether an operator between two places writes into what it is given: a product must not be moved past it."""
+    """Return whether an operator between two places writes into what it is given.
+
+    A product must not be moved past it.
+    """
     nodes = list(graph.nodes)[start:end]
     return any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in nodes)
 

@@ -65,13 +65,16 @@ ALTERNATIVES: tuple[Alternative, ...] = (
 
 
 def alternatives() -> list[Alternative]:
-    """Those that are not switched off."""
+    """Return those that are not switched off."""
     off = left_out()
     return [] if SWITCH in off else [each for each in ALTERNATIVES if each.name not in off]
 
 
 def find_offers(graph: torch.fx.Graph, *, is_step: bool, is_all: bool) -> tuple[Offer, ...]:
-    """Where in a graph of aten operators there are alternatives. Steps have no kernels of our own to do without."""
+    """Return where in a graph of aten operators there are alternatives.
+
+    Steps have no kernels of our own to do without.
+    """
     return tuple(
         Offer(each.name, group, len(weights), sum(weights))
         for each in alternatives()

@@ -52,7 +52,7 @@ def find_choice(record: ProgramFile | None, *, is_fixed: bool) -> tuple[Choice, 
 
 
 def may_try(*, is_fixed: bool) -> bool:
-    """Whether a clock may decide which alternatives a program has."""
+    """Return whether a clock may decide which alternatives a program has."""
     return not is_fixed and not torch.are_deterministic_algorithms_enabled() and bool(table.alternatives())
 
 

@@ -81,7 +81,7 @@ class Notes:
         }
 
     def find_misreads(self) -> list[Misread]:
-        """What reads or leaves a wrong value, in the order of the program, told by operators and lines."""
+        """Return what reads or leaves a wrong value, in the order of the program, told by operators and lines."""
         if self.graph is None:
             return []
         operations = self.graph.name_to_op
@@ -193,7 +193,7 @@ class _Describer:
         return self.writers.get(buffer, []).index(operation) + 1 if operation in self.writers.get(buffer, ()) else 0
 
     def _meant(self, name: str, operation: ir.Operation) -> frozenset[Version]:
-        """What an operation means by a name: which write to the memory must have been the last."""
+        """Return what an operation means by a name: which write to the memory must have been the last."""
         buffer = self.buffer(name)
         owner, writers = self._owner(buffer), self.writers.get(buffer, ())
         if not writers:
@@ -287,7 +287,7 @@ class _Describer:
         return self._owner(buffer), self._number(operation, buffer) if buffer != name else 0
 
     def _results(self) -> Nest:
-        """What the caller reads at the end."""
+        """Return what the caller reads at the end."""
         node = next(iter(reversed(self.fx_graph.nodes)))
         reads = []
         for given, value in zip(node.args[0], self.graph.graph_outputs, strict=True):  # type: ignore[arg-type]
@@ -322,7 +322,7 @@ def _views(source: fx.Node, *, follows_writes: bool) -> list[fx.Node]:
 
 
 def _reads(user: fx.Node, used: fx.Node) -> bool:
-    """Whether an operator reads an argument: views do not, nor does what overwrites it."""
+    """Return whether an operator reads an argument: views do not, nor does what overwrites it."""
     if user.target is torch.ops.aten.copy_.default:
         return used in user.args[1:]
     return _aliased(user) is not used or bool(_written_arguments(user)) or _storage(user) != _storage(used)
@@ -369,7 +369,7 @@ def _written_arguments(node: fx.Node) -> list[Any]:
 
 
 def _is_users(operation: ir.Operation) -> bool:
-    """Whether a kernel is called for an operator or a Triton kernel of the user's."""
+    """Return whether a kernel is called for an operator or a Triton kernel of the user's."""
     return isinstance(operation, ir.UserDefinedTritonKernel) or is_users(getattr(operation, "op_overload", None))
 
 
@@ -394,7 +394,7 @@ def _inputs(operation: Any) -> Iterator[Any]:
 
 
 def _entries(body: Any, kinds: Iterable[MemoryUsageType]) -> Iterator[tuple[str, str]]:
-    """What a loop loads, or stores: names of buffers, and of indices into them."""
+    """Return what a loop loads, or stores: names of buffers, and of indices into them."""
     return ((entry.buffer_name, entry.index_name) for kind in kinds for entry in body.memory_usage[kind])
 
 

@@ -34,7 +34,7 @@ class Bound:
 
 
 def arguments_form(args: KernelArgs, names: BufferNumbers) -> Hashable:
-    """What arguments a kernel has already, of those with a number."""
+    """Return what arguments a kernel has already, of those with a number."""
     found = []
     for name in [*names.number]:
         in_place, output = args.inplace_buffers.get(name), args.output_buffers.get(name)
@@ -75,7 +75,7 @@ class NotedArguments:
                 self._in_place.append((name, None))
 
     def end(self, names: BufferNumbers) -> Bound:
-        """What it got.
+        """Return what it got.
 
         Raises:
             KeyError: It got more than can be bound again.
@@ -122,7 +122,7 @@ def bind(args: Any, bound: Bound, names: Sequence[str], offsets: Sequence[int]) 
 
 
 def inner_names(args: KernelArgs) -> Iterator[tuple[str, str, str]]:
-    """What a kernel calls its arguments, by their kinds and the names of buffers."""
+    """Yield what a kernel calls its arguments, by their kinds and the names of buffers."""
     yield from (("input", inner, name) for name, inner in args.input_buffers.items())
     yield from (("output", inner, name) for name, inner in args.output_buffers.items() if isinstance(inner, str))
     for name, buffer in args.inplace_buffers.items():

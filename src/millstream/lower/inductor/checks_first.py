@@ -51,14 +51,17 @@ class _Operations:
             self.last = {node.get_name() for node in nodes if _writes_input(scheduler, node)} - self.first
 
     def may_be_one(self, node: Any, other: Any) -> bool:
-        """Whether two nodes may become one: else what writes would come with what must be there for a check."""
+        """Return whether two nodes may become one: else what writes would come with what must be there for a check."""
         if not self.last:
             return True
         (is_first, is_last), (other_first, other_last) = self._ends(node), self._ends(other)
         return not (is_first and other_last) and not (other_first and is_last)
 
     def _ends(self, node: Any) -> tuple[bool, bool]:
-        """Whether a node has operations that come first, and such that come last: it is asked for each other node."""
+        """Return whether a node has operations that come first, and such that come last.
+
+        It is asked for each other node.
+        """
         if node not in self._known:
             names = node.get_operation_names()
             self._known[node] = not names.isdisjoint(self.first), not names.isdisjoint(self.last)
@@ -81,11 +84,11 @@ class _Operations:
         return first[:end] + [node for node in nodes if id(node) not in early]
 
     def raises(self, node: Any) -> bool:
-        """Whether a node may raise."""
+        """Return whether a node may raise."""
         return not node.get_operation_names().isdisjoint(self.raising)
 
     def writes(self, node: Any) -> bool:
-        """Whether a node writes to an input after all checks."""
+        """Return whether a node writes to an input after all checks."""
         return not node.get_operation_names().isdisjoint(self.last)
 
 
@@ -140,7 +143,7 @@ def check_classes(graph: fx.Graph, inputs: Sequence[Any]) -> dict[str, bool]:
 
 
 def _is_needed(value: fx.Node) -> bool:
-    """Whether a result, or something that is written, depends on more of a value than its shape."""
+    """Return whether a result, or something that is written, depends on more of a value than its shape."""
     known, todo = {value}, [value]
     while todo:
         for user in todo.pop().users:

@@ -156,7 +156,7 @@ class _CppNoting:
         self._removed, self._replaced = {*graph.removed_buffers}, {*graph.inplaced_to_remove}
 
     def end(self, names: BufferNumbers) -> _CppCode | None:
-        """What was added; ``None`` where that cannot be added again."""
+        """Return what was added; ``None`` where that cannot be added again."""
         graph: Any = V.graph
         group, number = self._group, names.number
         place = {id(node): at for at, node in enumerate(self._nodes)}
@@ -348,7 +348,7 @@ class _TritonKernels:
 
 
 def _note_triton(kernel: Any, source: str, arguments: NotedArguments, names: BufferNumbers) -> _TritonCode | None:
-    """What a kernel has become; ``None`` where another cannot be made of that."""
+    """Return what a kernel has become; ``None`` where another cannot be made of that."""
     number = names.number
     with contextlib.suppress(Exception):  # likewise
         return _TritonCode(

@@ -57,7 +57,7 @@ class BufferNumbers:
 
 
 def form_of(nodes: Sequence[SchedulerNode], names: BufferNumbers) -> Hashable:
-    """What the code of some loops in one kernel depends on.
+    """Return what the code of some loops in one kernel depends on.
 
     That is the loops as they are, and of each buffer how it lies in memory, whether the kernel may write over it, and
     whether anything else needs it.
@@ -116,7 +116,7 @@ def find_in_place(node: SchedulerNode) -> list[tuple[str, str]]:
 
 
 def body_form(body: Any, names: BufferNumbers) -> Hashable:
-    """What a loop does, and where.
+    """Return what a loop does, and where.
 
     Raises:
         UnknownFormError: There is something in it that is not known here.
@@ -133,7 +133,7 @@ def body_form(body: Any, names: BufferNumbers) -> Hashable:
 
 
 def indices_form(body: Any, names: BufferNumbers) -> Hashable:
-    """Where a loop reads and writes; of an element that is read alone, only whether others read the same one."""
+    """Return where a loop reads and writes; of an element that is read alone, only whether others read the same one."""
     users = {}
     for _, entry in _accesses(body):
         users.setdefault(entry.index_name, set()).add(entry.buffer_name)
@@ -162,7 +162,7 @@ def _accesses(body: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _submodule(name: str, function: Any) -> Hashable:
-    """What a part of a loop's body does that is no operation."""
+    """Return what a part of a loop's body does that is no operation."""
     if name == "get_index" or name.startswith("masked_subblock"):
         return None
     settings = getattr(getattr(function, "clone", None), "keywords", None)
@@ -222,7 +222,7 @@ def _all(given: Iterable[str], names: BufferNumbers) -> Hashable:
 
 
 def _uses(buffer: Any, place: Mapping[int, int]) -> Hashable:
-    """Which of the loops use a buffer, and whether any other node does."""
+    """Return which of the loops use a buffer, and whether any other node does."""
     return tuple(sorted({(place.get(id(user.node), -1), user.is_weak, user.can_inplace) for user in buffer.users}))
 
 

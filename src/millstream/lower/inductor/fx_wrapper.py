@@ -504,7 +504,7 @@ def raise_index_errors(body: str) -> str:
 
 
 def checks_indices(body: str) -> bool:
-    """Whether a C++ kernel may throw."""
+    """Return whether a C++ kernel may throw."""
     return "throw std::out_of_range(" in body or "TORCH_CHECK(" in body
 
 
@@ -538,7 +538,7 @@ def describe_arguments(compiled: Any, body: str, num_args: int) -> tuple[KernelA
 
 
 def is_updated(name: str, body: str) -> bool:
-    """Whether a Triton kernel's argument that is listed as mutated holds something that the kernel needs.
+    """Return whether a Triton kernel's argument that is listed as mutated holds something that the kernel needs.
 
     Inductor lists every input of the graph that a kernel writes. Most are overwritten without being looked at.
     """
@@ -563,7 +563,10 @@ def describe_argument(name: str, mutated: bool) -> KernelArgument:
 
 
 def quick_callee(kernel: Any) -> Callable[..., Any] | None:
-    """What Inductor's own wrapper calls for a library kernel: torch's C binding, 2–5 µs quicker than the operator."""
+    """Return what Inductor's own wrapper calls for a library kernel.
+
+    Torch's C binding, 2–5 µs quicker than the operator.
+    """
     prefix, _, name = str(kernel.python_kernel_name).rpartition("extern_kernels.")
     return getattr(wrapper_fxir.extern_kernels, name, None) if not prefix and name else None
 

@@ -25,7 +25,7 @@ _UNKNOWN_SIZE = 8
 
 
 def places_of(body: Any, index: Any) -> Places:
-    """Where a loop is by an index."""
+    """Return where a loop is by an index."""
     key = index, (*body.iter_vars, *body.reduce_vars), *map(tuple, body.sizes)
     return Places(key, functools.partial(_find, body, index))
 
@@ -54,7 +54,7 @@ def _find(body: Any, index: Any) -> Extent:
 
 
 def hint(size: Any) -> int:
-    """What a size was in the example."""
+    """Return what a size was in the example."""
     return size if isinstance(size, int) else int(V.graph.sizevars.optimization_hint(size, fallback=_UNKNOWN_SIZE))
 
 

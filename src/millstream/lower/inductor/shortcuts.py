@@ -170,7 +170,7 @@ def _growth_with(var: sympy.Symbol, index: Any, vec_length: int | None) -> sympy
 
 
 def _returns_tensor(node: fx.Node) -> bool:
-    """Whether it is not known that a call gives no tensor, or several."""
+    """Return whether it is not known that a call gives no tensor, or several."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return True
     returns = node.target._schema.returns
@@ -178,7 +178,10 @@ def _returns_tensor(node: fx.Node) -> bool:
 
 
 def _is_for_nothing(kernel: Any) -> bool:
-    """Whether this is the kernel of an empty rest. Reductions declare their accumulators in it, so those are kept."""
+    """Return whether this is the kernel of an empty rest.
+
+    Reductions declare their accumulators in it, so those are kept.
+    """
     return (
         isinstance(kernel, CppVecKernel)
         and kernel.tail_size is not None

@@ -79,7 +79,7 @@ def _settle(tuner: Any, launchers: list[Any], path: Path) -> None:
 
 
 def _compile(tuner: Any, config: Any, choice: Choice) -> Any:
-    """What launches another configuration than ``config``; ``None`` where it cannot be had."""
+    """Return what launches another configuration than ``config``; ``None`` where it cannot be had."""
     with contextlib.suppress(Exception), torch.cuda.device(tuner.device_props.index):
         wanted = copy.deepcopy(config)
         blocks = {name: value for name, value in choice.items() if name not in ("num_warps", "num_stages")}
@@ -102,7 +102,7 @@ def _launchers(tuner: Any) -> list[Any]:
 
 
 def _find(tuner: Any, path: Path) -> Any:
-    """What launches the configuration that was found fastest, if there is such."""
+    """Return what launches the configuration that was found fastest, if there is such."""
     known = _read(path)
     return next((each for each in _launchers(tuner) if _describe(each.config) == known), None)
 

@@ -213,7 +213,7 @@ class Decoder:
 
 
 def _library() -> Any:
-    """Where Inductor keeps the C functions that its wrapper calls for library kernels."""
+    """Return where Inductor keeps the C functions that its wrapper calls for library kernels."""
     from torch._inductor.codegen.wrapper_fxir import extern_kernels
 
     return extern_kernels

@@ -133,7 +133,7 @@ def describe_machine() -> dict[str, str]:
 
 
 def _device(found: Any) -> str:
-    """What is known of a device, but for which one of its kind it is: another process may be given another."""
+    """Return what is known of a device, but for which one of its kind it is: another process may be given another."""
     return " ".join(each for each in str(found).split(", ") if not each.startswith(("uuid=", "pci_")))
 
 
@@ -200,7 +200,7 @@ def _target(target: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """What a value is, the same in every process."""
+    """Return what a value is, the same in every process."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return f"{type(value).__name__}:{value!r}" if isinstance(value, float) else repr(value)
     if isinstance(value, NUMBERS):

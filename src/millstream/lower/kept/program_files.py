@@ -53,7 +53,7 @@ Strides = list[Any]  # of the results, as Inductor tells AOT autograd
 
 
 def is_on() -> bool:
-    """Whether programs are kept: unless ``MILLSTREAM_WARM_START=0``."""
+    """Return whether programs are kept: unless ``MILLSTREAM_WARM_START=0``."""
     return os.environ.get("MILLSTREAM_WARM_START") != "0"
 
 
@@ -241,7 +241,10 @@ def _load(
 def _found_in(
     content: Any, lines: Sequence[Line], attributes: Mapping[str, torch.Tensor], symbols: Mapping[str, Any]
 ) -> FileContent | None:
-    """What a file says, for the graph that has these lines, tensors and symbols; ``None`` where its guards fail."""
+    """Return what a file says, for the graph that has these lines, tensors and symbols.
+
+    ``None`` where its guards fail.
+    """
     if "record" in content:
         own = {name: attributes[there] for name, there in content["attributes"].items()}
         there = [lines[place] if place >= 0 else NO_LINE for place in content["lines"]]
@@ -282,7 +285,7 @@ def _read(digest: str, variant: int) -> Any:
 
 
 def write_content(content: Any) -> bytes:
-    """What a file of a program holds."""
+    """Return what a file of a program holds."""
     data = zlib.compress(json.dumps(content).encode(), 1)
     return hashlib.sha256(data).digest() + data
 

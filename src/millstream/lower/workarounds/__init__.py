@@ -192,7 +192,7 @@ class JointPasses(CustomGraphPass):  # type: ignore[misc]
             each(graph)
 
     def uuid(self) -> Any:
-        """What caches know the passes by."""
+        """Return what caches know the passes by."""
         applied = [each.issue for each in _applied()]  # which change what others make of a graph, too
         given = self._passes[len(JOINT) :]
         return (

@@ -58,7 +58,10 @@ class Condition:
         return cls(text, name, sign, bound * _SECONDS.get(unit, 0.01))
 
     def holds(self, report: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> bool:
-        """Whether a report's figure is on that side of the bound; ``slower`` is by as much as a step took before."""
+        """Return whether a report's figure is on that side of the bound.
+
+        ``slower`` is by as much as a step took before.
+        """
         if self.name != SLOWER:
             return bool(_COMPARE[self.sign](figure(report, self.name), self.bound))
         was, now = figure(before or report, "step"), figure(report, "step")

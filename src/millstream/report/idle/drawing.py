@@ -239,7 +239,7 @@ def joined(pieces: Sequence[LanePiece]) -> list[LanePiece]:
 
 
 def _queue(recording: Recording, scale: _Scale) -> Lane:
-    """How many launches wait for the device or run."""
+    """Return how many launches wait for the device or run."""
     step = scale.step
     done: dict[int | None, int] = {}
     for each in recording.activities:

@@ -32,7 +32,7 @@ def to_text(found: Findings) -> str:
 
 
 def headline_facts(found: Findings) -> str:
-    """How many steps, on what, and what looking cost."""
+    """Return how many steps, on what, and what looking cost."""
     recording = found.recording
     facts = [recording.device, count(len(found.steps), "step") if recording.has_steps else "no steps"]
     if found.idle_ns:
@@ -69,7 +69,7 @@ def _headline(found: Findings) -> str:
 
 
 def diagnosis(found: Findings) -> list[str]:
-    """What matters most, its line, and what to do."""
+    """Return what matters most, its line, and what to do."""
     severity, row = found.severity, found.leading
     if severity is Severity.UNRELIABLE:
         return [f"No diagnosis: {found.why_unreliable}."]
@@ -101,7 +101,7 @@ def _unseen(found: Findings) -> str:
 
 
 def promise(row: Row, found: Findings) -> str:
-    """What mending a cause would give."""
+    """Return what mending a cause would give."""
     if row.is_rare:
         saved = f", of which {percent(row.recoverable_share, 1)} can be saved" * (
             row.recoverable_share < 0.9 * row.share
@@ -113,7 +113,7 @@ def promise(row: Row, found: Findings) -> str:
 
 
 def gain(row: Row, found: Findings) -> tuple[float, float]:
-    """What a step, or all of a run without steps, takes, and would take without a row's cause."""
+    """Return what a step, or all of a run without steps, takes, and would take without a row's cause."""
     share = sum(each.recoverable_share for each in found.rows if each.cause is row.cause)
     before = found.usual_step_ns if found.recording.has_steps else found.window_ns
     return before, before * (1 - min(share, 0.999))
@@ -159,7 +159,10 @@ def _rows(found: Findings) -> list[str]:
 
 
 def event_lines(found: Findings) -> list[str]:
-    """What is no idle time and worth knowing: recompilations and graph breaks by line, and what is no training."""
+    """Return what is no idle time and worth knowing.
+
+    Recompilations and graph breaks by line, and what is no training.
+    """
     lines = []
     if (aside := found.aside) is not None:
         steps = f"{aside.num_steps} of {count(len(found.steps), 'step')}"

@@ -36,5 +36,5 @@ def activity_text(activity: Activity, launches: Mapping[int, LaunchCall], record
 
 
 def code(site: Site | None, width: int = 60) -> str:
-    """What stands there; empty where the file cannot be read."""
+    """Return what stands there; empty where the file cannot be read."""
     return shorten(linecache.getline(site.file, site.line).strip(), width) if site is not None else ""

@@ -96,7 +96,7 @@ class Picture:
         return [kind for kind in COLOURS if kind in present]
 
     def busy_ns(self, stream: int) -> int:
-        """How long a stream had work running."""
+        """Return how long a stream had work running."""
         return sum(bar.end_ns - bar.start_ns for bar in self.bars if bar.stream == stream)
 
 
@@ -125,7 +125,7 @@ def draw_timeline(
 
 
 def describe(bar: Bar) -> list[str]:
-    """What is shown when a bar is pointed at, line by line."""
+    """Return what is shown when a bar is pointed at, line by line."""
     lines = [f"{duration(bar.end_ns - bar.start_ns)}, from {duration(bar.start_ns)} to {duration(bar.end_ns)}"]
     kernel = bar.kernel
     if kernel is None:

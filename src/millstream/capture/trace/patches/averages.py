@@ -35,7 +35,7 @@ class _Started:
         return self
 
     def to(self, device: torch.device) -> Any:
-        """What the function that averages is given."""
+        """Return what the function that averages is given."""
         return self._count.to(device) if self._given is None else self._given
 
 

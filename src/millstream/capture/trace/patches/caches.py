@@ -33,7 +33,10 @@ class CachesUnfilled(TorchFunctionMode):
         self._without: list[FrameType] = []  # calls that no cache has made
 
     def is_for_cache(self, frame: FrameType, caches: Iterable[Any]) -> bool:
-        """Whether a call that begins is one that a cache has made; to be asked once of each call of these functions."""
+        """Return whether a call that begins is one that a cache has made.
+
+        To be asked once of each call of these functions.
+        """
         asked = [cache for cache in caches if without_cache(cache).__code__ is frame.f_code]
         counts = {id(cache): cache.cache_info().misses for cache in asked}
         is_counted = any(self._counts.get(each) != count for each, count in counts.items())

@@ -86,7 +86,7 @@ class TracedSession(ReducedRun):
         return fake_of(shard)  # type: ignore[no-any-return]
 
     def uses_shard(self, shard: Tensor) -> bool:
-        """Those of other models are left alone: whoever reads one makes it an input of the graph."""
+        """Return those of other models are left alone: whoever reads one makes it an input of the graph."""
         return self._functions.shards.holds(shard)
 
     def prepare_sharded(self, module: nn.Module) -> None:
@@ -99,7 +99,7 @@ class TracedSession(ReducedRun):
             return super().total_norm(*args, **kwargs)
 
     def used_by_all(self, reducer: Reducer, used: list[bool], time: int) -> frozenset[int]:
-        """What is known for good; where it is not, this process has to use all parameters."""
+        """Return what is known for good; where it is not, this process has to use all parameters."""
         known = reducer.unused(time)
         if known is not None:
             return known

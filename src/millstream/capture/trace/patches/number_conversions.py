@@ -85,7 +85,7 @@ class Conversions:
         return compute(operator.getitem, owner, number)
 
     def _put_in(self, text: str, values: Any) -> str:
-        """What ``text % values`` is, with text in it that is known later."""
+        """Return what ``text % values`` is, with text in it that is known later."""
         waiting = [*reversed(values if type(values) is tuple else (values,))]
 
         def made(field: re.Match[str]) -> str:
@@ -121,5 +121,5 @@ class Conversions:
 
 
 def can_be_seen() -> bool:
-    """Whether there is compiled code for it."""
+    """Return whether there is compiled code for it."""
     return _native.load("core") is not None

@@ -101,7 +101,7 @@ def _take_function(_: GraphScalar, function: Any, __: Any, args: tuple[Any, ...]
 
 
 def _computed_by_numpy(function: Callable[..., Any], *args: Any) -> Any:
-    """What NumPy computes of numbers, and of lists and arrays of numbers that the host has."""
+    """Return what NumPy computes of numbers, and of lists and arrays of numbers that the host has."""
     form = _ANSWERS.get(getattr(function, "__name__", ""))
     if form is not None and is_scalar(args[0]):
         return compute(function, *args, form=form)

@@ -36,7 +36,10 @@ Without ``capturable`` Adam calls ``.item()`` on its step count, and single-tens
 
 
 def counts_of(optimizer: Optimizer, key: str) -> Iterator[NumberInput]:
-    """Where ``optimizer`` counts its steps under ``key``: in an attribute; with parameters, all who have the same."""
+    """Yield where ``optimizer`` counts its steps under ``key``.
+
+    In an attribute; with parameters, all who have the same.
+    """
     name = f"{type(optimizer).__name__}'s {key}"
     if is_number(vars(optimizer).get(key)):
         yield NumberInput(Location(vars(optimizer), key, name), f"{key}[0]", device_of(optimizer, 0), optimizer)
@@ -204,7 +207,7 @@ def _step_scheduler(
 
 
 def is_schedulers(value: Any) -> bool:
-    """Whether a number, or a tuple of numbers, is what a scheduler will have put there after the replay."""
+    """Return whether a number, or a tuple of numbers, is what a scheduler will have put there after the replay."""
     if isinstance(value, tuple):
         return any(map(is_schedulers, value))
     return is_scalar(value) and isinstance(value.of, Returned)

@@ -89,7 +89,7 @@ def draws_recorded(draws: Draws, refuse: Callable[[Exception], None]) -> Iterato
 
 
 def _but_for_checkpoints(refusal: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """What activation checkpointing may call, whose random numbers are used again otherwise, and nobody else."""
+    """Return what activation checkpointing may call, whose random numbers are used again otherwise, and nobody else."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")

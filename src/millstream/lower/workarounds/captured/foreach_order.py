@@ -29,7 +29,7 @@ def _write_in_turn(gm: fx.GraphModule) -> None:
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    """Whether a node is an operator of lists that writes, of the dispatcher's or as Python calls it."""
+    """Return whether a node is an operator of lists that writes, of the dispatcher's or as Python calls it."""
     name = node.target._opname if isinstance(node.target, torch._ops.OpOverload) else _name(node.target)
     is_call = node.op == "call_function" and bool(node.args) and isinstance(node.args[0], (list, tuple))
     return is_call and name.startswith("_foreach_") and name.endswith("_")
@@ -57,13 +57,13 @@ def _take_apart(node: fx.Node) -> None:
 
 
 def _part(argument: Any, place: int, num_items: int) -> Any:
-    """What an operator of one item is given of an argument."""
+    """Return what an operator of one item is given of an argument."""
     is_list = isinstance(argument, (list, tuple)) and len(argument) == num_items
     return [argument[place]] if is_list else argument
 
 
 def _meet(node: fx.Node) -> bool:
-    """Whether an item is made from memory that an earlier one is written to."""
+    """Return whether an item is made from memory that an earlier one is written to."""
     items: Any = node.args[0]
     written: dict[int, list[tuple[Any, Any]]] = defaultdict(list)
     for place, item in enumerate(items):

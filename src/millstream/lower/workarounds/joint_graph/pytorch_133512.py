@@ -44,13 +44,13 @@ def _read_bases(graph: torch.fx.Graph) -> None:
 
 
 def _is_of_one_kind(view: torch.fx.Node, base: torch.fx.Node) -> bool:
-    """Whether elements of a view are those of its base, and no other numbers of the same bits."""
+    """Return whether elements of a view are those of its base, and no other numbers of the same bits."""
     one, other = view.meta["val"], base.meta["val"]
     return view is base or (one.dtype == other.dtype and not one.is_complex() and one.is_neg() == other.is_neg())
 
 
 def _is_update_of(written: Any, base: torch.fx.Node, *, has_offset: bool) -> bool:
-    """Whether a computed tensor may be the new value of an input that lies in another way."""
+    """Return whether a computed tensor may be the new value of an input that lies in another way."""
     old, new = written.meta["val"], base.meta["val"]
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         return False
@@ -68,7 +68,7 @@ def _depends_on(node: torch.fx.Node, other: Any) -> bool:
 
 
 def _offset(node: torch.fx.Node, base: torch.fx.Node) -> tuple[Any, ...]:
-    """Where in the memory of its base a view begins, as an argument; nothing where that is at the start.
+    """Return where in the memory of its base a view begins, as an argument; nothing where that is at the start.
 
     Whatever offset a computed value is said to have, Inductor's begins where its memory does.
     """

@@ -70,7 +70,7 @@ _CUSTOM = (torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.au
 
 
 def _arguments(node: torch.fx.Node) -> tuple[dict[str, Any], set[Any]]:
-    """What an operator reads, by name, and the memory that it writes; nothing of one that does not write."""
+    """Return what an operator reads, by name, and the memory that it writes; nothing of one that does not write."""
     kwargs: dict[str, Any] = dict(node.kwargs)
     if node.target is _TRITON:
         values, names = kwargs["kwargs"], set(kwargs["tensors_to_clone"])
@@ -86,7 +86,7 @@ def _arguments(node: torch.fx.Node) -> tuple[dict[str, Any], set[Any]]:
 
 
 def _lies_in(written: set[Any], value: Any) -> bool:
-    """Whether a value is a tensor in one of these storages."""
+    """Return whether a value is a tensor in one of these storages."""
     return isinstance(value, torch.fx.Node) and get_node_storage(value) in written
 
 

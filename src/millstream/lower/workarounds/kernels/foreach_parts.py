@@ -33,7 +33,7 @@ def _fuse_what_stays_apart() -> Iterator[None]:
 
 
 def _parts(producer: Any, consumer: Any) -> list[_Part]:
-    """Those that the kernel of both would have."""
+    """Return those that the kernel of both would have."""
     if producer.is_foreach() and consumer.is_foreach():
         return [*zip(producer.snodes, consumer.snodes, strict=True)]
     if consumer.is_foreach():
@@ -44,7 +44,7 @@ def _parts(producer: Any, consumer: Any) -> list[_Part]:
 
 
 def _are_apart(parts: Iterable[_Part]) -> bool:
-    """Whether no part reads what another one makes, or memory that another one writes."""
+    """Return whether no part reads what another one makes, or memory that another one writes."""
     made_and_read = []
     for part in parts:
         made, read = set[str](), set[str]()

@@ -19,7 +19,7 @@ from millstream._torch.workarounds import Workaround, replaced
 
 
 def _is_computed_here(body: Any) -> bool:
-    """Whether all that a body does is to read what its kernel has computed."""
+    """Return whether all that a body does is to read what its kernel has computed."""
     kernel: Any = V.kernel
     results = [arg for node in body.graph.find_nodes(op="output") for arg in node.args]
     return any(arg.target == "load" and arg.args[1] in kernel.cse.store_cache for arg in results)

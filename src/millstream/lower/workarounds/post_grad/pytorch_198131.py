@@ -44,7 +44,7 @@ def _copy_before_writing(graph: fx.Graph) -> None:
 
 
 def _are_followed(copies: list[Copy], homes: dict[fx.Node, fx.Node]) -> bool:
-    """Whether something is computed after the first copy that may lie in memory which the copies write."""
+    """Return whether something is computed after the first copy that may lie in memory which the copies write."""
     known = {copy.node for copy in copies}
     node = copies[0].node if copies else None
     while node is not None and node.op != "output":

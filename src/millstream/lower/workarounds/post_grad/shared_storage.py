@@ -60,7 +60,7 @@ class Copy(NamedTuple):
 
 
 def find_copies(graph: fx.Graph) -> list[Copy]:
-    """What writes the inputs of a functional graph."""
+    """Return what writes the inputs of a functional graph."""
     copies = (Copy(node, *node.args[:2]) for node in graph.find_nodes(op="call_function", target=_COPY))
     return [copy for copy in copies if not copy.node.users and copy.written.op in ("placeholder", "get_attr")]
 
@@ -87,14 +87,14 @@ def source_of(node: fx.Node) -> fx.Node | None:
 
 
 def is_view_of(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a value is ``source``, its operator's argument, seen in another way."""
+    """Return whether a value is ``source``, its operator's argument, seen in another way."""
     if node.target is operator.getitem:
         return source is node.args[0]
     return bool(_is_view_op(node.target)) or (_storage(node) is not None and _storage(node) == _storage(source))
 
 
 def memory_of(node: Any) -> Any:
-    """What a value is a view of; itself if it is none, or no node."""
+    """Return what a value is a view of; itself if it is none, or no node."""
     source = source_of(node) if isinstance(node, fx.Node) else None
     while source is not None and is_view_of(node, source):
         node, source = source, source_of(source)
@@ -102,7 +102,7 @@ def memory_of(node: Any) -> Any:
 
 
 def _source_of_item(parent: Any, key: Any) -> Any:
-    """What one of several results may lie in; ``parent`` itself where that says so of all its results."""
+    """Return what one of several results may lie in; ``parent`` itself where that says so of all its results."""
     target = parent.target
     if target is _higher.auto_functionalized_v2:
         written = parent.kwargs["_all_bases"]
@@ -128,7 +128,7 @@ def _storage(node: fx.Node) -> int | None:
 
 
 def stays(node: fx.Node, home: fx.Node) -> bool:
-    """Whether each element of a value, once it lies in its home, lies where the home has that element."""
+    """Return whether each element of a value, once it lies in its home, lies where the home has that element."""
     value, has_views, keeps_layout = node, False, True
     while value is not home:
         source: Any = source_of(value)
