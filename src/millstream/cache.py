@@ -1,4 +1,4 @@
-"""Where on disk lies what one process leaves to the next: measurements, choices, compiled code."""
+"""The folder on disk that keeps measurements, choices and compiled code for later processes."""
 
 from __future__ import annotations
 

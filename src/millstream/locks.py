@@ -32,7 +32,7 @@ _all: WeakSet[ForkSafeLock] = WeakSet()
 
 
 class Tracing(ForkSafeLock):
-    """Held while a step is traced: one thread at a time.
+    """The lock that is held while a step is traced: one thread at a time.
 
     Attributes:
         before: What was where the step has put something in this trace, for other threads that meet it.

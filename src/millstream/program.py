@@ -38,7 +38,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How a tensor lies in memory: sizes and strides in elements."""
+    """The layout of a tensor in memory: sizes and strides in elements."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -66,7 +66,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """What one kernel of the graph calls.
+    """The function that one kernel of the graph calls.
 
     Attributes:
         target: The callable.

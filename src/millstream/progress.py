@@ -1,4 +1,4 @@
-"""What a user is told while a graph is captured: one line on a terminal, log records elsewhere.
+"""Progress of a capture for users: one line on a terminal, log records elsewhere.
 
 The line is on the standard error output and is gone when the graph is there; what took over a second leaves a sentence.
 Elsewhere each phase is a record of level ``INFO`` of the logger ``millstream``. ``MILLSTREAM_PROGRESS=0`` turns both

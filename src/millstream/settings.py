@@ -1,4 +1,4 @@
-"""What a user asks of ``ms.compile``, ``ms.step`` or the backend: checked once, and handed down as it is."""
+"""The user's arguments to ``ms.compile``, ``ms.step`` or the backend: checked once, and handed down as they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINES = ("serial", "streams", "graph", "threads")
 
 @dataclass(frozen=True)
 class Settings:
-    """What all three have in common; the docstring of ``ms.compile`` tells what each means.
+    """The settings that all three share; the docstring of ``ms.compile`` tells what each means.
 
     Attributes:
         engine: One of ``ENGINES``; ``None`` for the quickest that the device has.

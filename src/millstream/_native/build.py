@@ -1,4 +1,4 @@
-"""How C++ becomes a module of Python. The wheel's build takes it, too, and so it needs nothing but Python's library."""
+"""Compile C++ into a Python module. The wheel's build uses this file too, so it needs only the standard library."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def find_compiler() -> list[str]:
 
 @dataclass(frozen=True)
 class CompileRecipe:
-    """How to compile a module.
+    """The command and flags that compile a module.
 
     Attributes:
         name: Of it.

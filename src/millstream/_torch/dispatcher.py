@@ -1,4 +1,4 @@
-"""What PyTorch's dispatcher knows of an operator, and modes that see every operator. Tried on torch 2.11 and 2.13."""
+"""Facts about operators from PyTorch's dispatcher, and modes that see every operator. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

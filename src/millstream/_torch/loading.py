@@ -1,4 +1,4 @@
-"""Where a DataLoader waits, where workers make a batch, and when it draws their seed. Tried on torch 2.11 and 2.13."""
+"""Hooks into a DataLoader: waiting for a batch, making one in a worker, drawing seeds. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

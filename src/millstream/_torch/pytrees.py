@@ -1,4 +1,4 @@
-"""Which classes are known to PyTorch's own trees, and what these find in them. Tried on 2.11 and 2.13."""
+"""Classes known to PyTorch's own trees, and the parts that these find in them. Tried on 2.11 and 2.13."""
 
 from __future__ import annotations
 

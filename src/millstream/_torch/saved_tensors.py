@@ -1,4 +1,4 @@
-"""What autograd saves of a forward pass, in another form. Tried on torch 2.11 and 2.13."""
+"""Tensors that autograd saves in a forward pass, in another form. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

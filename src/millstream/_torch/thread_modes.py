@@ -1,4 +1,4 @@
-"""What PyTorch keeps per thread and an operator's result depends on: gradients, inference mode, autocast.
+"""PyTorch's state per thread that an operator's result depends on: gradients, inference mode, autocast.
 
 A source that is asked in another thread than its loop shall compute as it would in the loop's, so the loop's modes are
 read there and put in place here. Private APIs; tried on torch 2.11 and 2.13.

@@ -1,4 +1,4 @@
-"""Where PyTorch's C++ takes tensors from Python past function modes, and where it gives them to Python past these.
+"""Exchange tensors where PyTorch's C++ takes them from Python, or returns them, past function modes.
 
 A trace has other tensors for PyTorch than the user's code has. Function modes exchange them, but for what is here:
 what calls the user's code (autograd functions, hooks on saved tensors, dispatch modes), and what is given tensors

@@ -1,4 +1,4 @@
-"""What a workaround is, which of them apply to this PyTorch, and how one is switched off."""
+"""The definition of a workaround: which PyTorch versions it applies to, and how it is switched off."""
 
 from __future__ import annotations
 

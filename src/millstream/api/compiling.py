@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict  # whose dicts may be closed
 
     class CommonSettings(TypedDict, total=False):
-        """What both may be told."""
+        """Arguments that ``ms.step`` and ``ms.compile`` share."""
 
         engine: str | None
         streams: int | Literal["auto", "manual"]
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         devices: Sequence[str | torch.device] | None
 
     class StepSettings(CommonSettings, total=False, closed=True):
-        """What ``ms.step`` may be told."""
+        """Arguments of ``ms.step``."""
 
         check: int | None
         data_parallel: bool | ProcessGroup
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         dynamic: bool | None
 
     class CompileSettings(CommonSettings, total=False, closed=True):
-        """What ``ms.compile`` may be told."""
+        """Arguments of ``ms.compile``."""
 
         freeze: bool
         mode: str | None

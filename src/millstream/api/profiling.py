@@ -34,7 +34,7 @@ _OWN = (
 
 
 class Profile:
-    """What ``with ms.profile() as p:`` gives; read it after the ``with``.
+    """The result of ``with ms.profile() as p:``; read it after the ``with``.
 
     Attributes:
         findings: Causes, lines and the diagnosis as data; ``None`` until the ``with`` is left.

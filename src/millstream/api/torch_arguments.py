@@ -1,4 +1,4 @@
-"""What the arguments of ``torch.compile`` mean to ``ms.compile``, and our own among a backend's ``options``."""
+"""Translate the arguments of ``torch.compile`` for ``ms.compile``, and our own among a backend's ``options``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which code is the user's, and which line of it is running."""
+"""Tell the user's code from libraries, and find the line of it that is running."""
 
 from __future__ import annotations
 

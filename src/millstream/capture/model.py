@@ -62,7 +62,7 @@ _VERSION = operator.attrgetter("_version")
 
 
 class Runnable(Protocol):
-    """What a builder makes of a lowered program."""
+    """The result of a builder for a lowered program."""
 
     def __call__(self, inputs: list[Any]) -> list[Any]: ...
 

@@ -1,4 +1,4 @@
-"""Is a plan safe to run? Answered without running it."""
+"""Prove that a plan is safe to run, without running it."""
 
 from millstream.check.lifetime_errors import find_lifetime_errors
 from millstream.check.overlaps import find_overlaps

@@ -1,4 +1,4 @@
-"""Which places of a piece of memory a loop touches, and in which of its iterations."""
+"""Find which places of memory a loop touches, and in which of its iterations."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def anywhere() -> Extent:
 
 @dataclass(frozen=True)
 class Places:
-    """Where in memory a loop is, at each of its points. Which elements that are is found out when it matters.
+    """The places in memory of a loop at each of its points. Which elements these are is found when it matters.
 
     Attributes:
         key: Two loops with equal keys touch the same element at every point.

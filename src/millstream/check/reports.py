@@ -1,4 +1,4 @@
-"""What the checker reports: which steps are at odds over which buffer, and the last things that happened to it."""
+"""Reports of the checker: which steps conflict over which buffer, and the last things that happened to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Action(StrEnum):
-    """What a step does to a buffer's memory."""
+    """An action of a step on a buffer's memory."""
 
     READ = "reads"
     WRITE = "writes"
@@ -85,7 +85,7 @@ class Race:
 
 
 class LifetimeFault(StrEnum):
-    """What is wrong with a buffer's life."""
+    """A fault in a buffer's life."""
 
     NEVER_ALLOCATED = "is used but never allocated"
     USE_BEFORE_ALLOCATE = "is used without being ordered after its allocation"

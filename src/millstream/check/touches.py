@@ -1,4 +1,4 @@
-"""Which steps of a plan touch which memory."""
+"""Find which steps of a plan touch which memory."""
 
 from __future__ import annotations
 

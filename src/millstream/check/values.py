@@ -1,4 +1,4 @@
-"""Does each kernel read the values that are meant? Answered without running it.
+"""Prove that each kernel reads the values that are meant, without running it.
 
 A program that updates its inputs in place has several values in one piece of memory, one after another. What reads that
 memory means one of them: the value before all updates, mostly, which must not have been overwritten by then.
@@ -68,7 +68,7 @@ Nest = tuple[Operation, ...]
 
 
 class Fault(StrEnum):
-    """What is wrong with a read, or with a write."""
+    """A fault of a read, or of a write."""
 
     OVERWRITTEN = "has been overwritten by then"
     TOO_EARLY = "has not been written by then"
@@ -124,7 +124,7 @@ def find_misreads(nests: Sequence[Nest]) -> list[Misread]:
 
 
 class _Place(NamedTuple):
-    """Where in the program something is done."""
+    """A position in the program."""
 
     nest: int
     position: int

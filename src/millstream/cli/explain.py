@@ -18,7 +18,7 @@ from millstream.report.explanation import writer_for
 
 @dataclass(frozen=True)
 class Showing:
-    """How an explanation is shown.
+    """The form in which an explanation is shown.
 
     Attributes:
         as_json: As data instead of words.

@@ -16,7 +16,7 @@ from millstream.report.scaling_table import ScalingReport
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be simulated.
+    """The simulation that is asked for.
 
     Attributes:
         counts: Numbers of devices.

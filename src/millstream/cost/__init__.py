@@ -1,4 +1,4 @@
-"""What kernels cost: calculated by roofline, or measured and kept in a table."""
+"""Costs of kernels: calculated by roofline, or measured and kept in a table."""
 
 from millstream.cost.cost_model import CostModel, Costs, KernelCost
 from millstream.cost.measured_costs import CostTable, MeasuredCosts, format_table, kernel_key, parse_table

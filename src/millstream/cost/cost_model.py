@@ -1,4 +1,4 @@
-"""What a kernel costs, as data, and who may say so."""
+"""The cost of a kernel, as data, and the protocol of those who estimate it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millstream.graph import KernelGraph
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What one kernel takes when it runs alone.
+    """The cost of one kernel that runs alone.
 
     Attributes:
         duration_ns: Time from its start to that of the next kernel on the stream, launch gap included.
@@ -25,7 +25,7 @@ class KernelCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the kernels of one graph cost on one device.
+    """The costs of one graph's kernels on one device.
 
     Attributes:
         kernels: By kernel id.

@@ -30,7 +30,7 @@ _MOST_NS = 1 << 42  # 73 minutes: more is a spoiled file, and a million of these
 
 @dataclass(frozen=True)
 class CostTable:
-    """What kernels were measured to cost.
+    """Measured costs of kernels.
 
     Attributes:
         device: Name of the device's model.

@@ -1,4 +1,4 @@
-"""What a collective costs: a network of links, and how long an exchange over it takes by ring, tree, or in two levels.
+"""Costs of collectives: a network of links, and the time of an exchange over it by ring, tree, or in two levels.
 
 A link has one or more *rates*, as libraries have protocols: one that begins at once, and one that is quicker for large
 messages. A rate is three numbers: ``start_ns``, what a collective takes however small it is, ``hop_ns`` for each step
@@ -28,7 +28,7 @@ OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """How quick a link is in one protocol.
+    """The speed of a link in one protocol.
 
     Attributes:
         start_ns: Of a collective, however small and however few take part.
@@ -55,7 +55,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects devices.
+    """A connection between devices.
 
     Attributes:
         name: For people.

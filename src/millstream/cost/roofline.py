@@ -14,7 +14,7 @@ from millstream.graph import Kernel, KernelGraph, KernelKind
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What a device can do at best.
+    """The peak rates of a device.
 
     Attributes:
         bytes_per_s: Memory traffic, reads and writes together.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict  # whose dicts may be closed
 
     class FeedSettings(TypedDict, total=False, closed=True):
-        """What ``feed`` may be told by name; see there."""
+        """Arguments of ``feed`` by name; see there."""
 
         max_bytes: int | None
         cast: torch.dtype | None
@@ -65,7 +65,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Options:
-    """How a feed works; see ``feed`` for what they mean."""
+    """The options of a feed; see ``feed`` for what they mean."""
 
     depth: int = 2
     max_bytes: int | None = None
@@ -429,7 +429,7 @@ class _Handle:
 
 
 class _Engine:
-    """What a feed has from pass to pass: its thread, its way to the device, and the present run.
+    """The parts of a feed that last from pass to pass: its thread, its way to the device, and the present run.
 
     It refers to neither the feed nor to iterators, so that they can die.
     """

@@ -1,4 +1,4 @@
-"""Where random generators stand: the three global ones, and those that a loader has of its own; and who moves them."""
+"""States of random generators, the three global ones and a loader's own, and who advances them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Moved = Sequence[str]
 
 
 class GeneratorSnapshot:
-    """Where generators stand at one moment."""
+    """The states of generators at one moment."""
 
     __slots__ = ("_states",)
 

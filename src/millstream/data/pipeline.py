@@ -1,4 +1,4 @@
-"""What a pass over a source does next: a state machine without threads, clocks or tensors.
+"""The state machine of a pass over a source, which decides what is done next: no threads, clocks or tensors.
 
 Events go in (a batch was asked for, memory came back, the source ended), instructions come out. Whoever carries them
 out is one thread; the consumer's events reach it as messages. For each batch in order::
@@ -43,7 +43,7 @@ class Do(Enum):
 
 
 class Message(Enum):
-    """What happens elsewhere."""
+    """An event elsewhere."""
 
     ASKED = auto()  #: the consumer asks for the next batch, and so is done with the one before
     FREED = auto()  #: memory for a batch came back

@@ -1,4 +1,4 @@
-"""Where the time of each step went, always on; it looks at a pass from outside.
+"""Measure where the time of each step goes, always on; it looks at a pass from outside.
 
 A step lasts from one request for a batch to the next. On a device it is measured there, between events that the
 consumer records on its stream when it asks for a batch (*ask*) and when it gets it (*get*); on the CPU by the host's
@@ -53,7 +53,7 @@ DRY_NS, DRY_SHARE = 25_000, 0.02
 
 @dataclass(slots=True)
 class BatchTimes:
-    """What is known of one measured batch on its way, written by the thread that takes it there; by the host's clock.
+    """Times of one measured batch on its way, written by the thread that takes it there; by the host's clock.
 
     Attributes:
         index: Number of the batch in its pass.

@@ -1,4 +1,4 @@
-"""What is done to whole batches: lengths padded, short ones padded, dtypes cast."""
+"""Shape whole batches: pad lengths, pad short ones, cast dtypes."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ VERSION = 1
 
 @dataclass(slots=True)
 class BatchInfo:
-    """What travels with a batch.
+    """Facts that travel with a batch.
 
     Attributes:
         position: How many batches the source has given in this pass, this one included.

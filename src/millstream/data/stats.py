@@ -1,4 +1,4 @@
-"""What a feed's measured steps say: where the time goes. Why it does is what ``millstream profile`` finds out."""
+"""Statistics of a feed's measured steps: where the time goes. ``millstream profile`` finds out why."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Stats:
-    """Where the time of a loop's steps went in one pass; see ``Feed.stats``.
+    """The division of the loop's time in one pass; see ``Feed.stats``.
 
     Attributes:
         num_batches: Batches handed out.

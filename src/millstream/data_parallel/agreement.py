@@ -1,4 +1,4 @@
-"""Whether all processes of a group replay one and the same capture: asked before anything is exchanged.
+"""Ask, before anything is exchanged, whether all processes of a group replay one and the same capture.
 
 A collective that is captured in a graph meets only its like: all processes must replay graphs of one capture, or none.
 So they ask each other first. Each reduction, and each broadcast of buffers, is one *question*, the same in every way to
@@ -51,7 +51,7 @@ CHOICES = ("auto", "captured", "between")
 
 
 class Agreement:
-    """What the processes of one group agree on.
+    """The agreement of one group's processes.
 
     Attributes:
         label: What it is, for people.

@@ -1,4 +1,4 @@
-"""What the processes of one host tell each other before a step, through shared memory: some microseconds, no device.
+"""Exchange small messages between the processes of one host through shared memory: microseconds, no device.
 
 **Contract**
 - ``gather`` is a barrier: each process gives a number and gets those of all.

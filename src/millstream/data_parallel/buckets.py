@@ -1,4 +1,4 @@
-"""Which gradients travel together: a decision about parameters alone, and so the same in every process.
+"""Decide which gradients travel together, by the parameters alone, and so alike in every process.
 
 No plan, shape or timing has a say in it: a process that replays a graph, one that captures and one that runs plain
 Python issue the same collectives in the same order.

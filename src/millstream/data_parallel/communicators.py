@@ -1,4 +1,4 @@
-"""On which communicator the collectives of a process group run: its own, or one of ours of the same processes.
+"""Choose the communicator of a process group's collectives: its own, or one of ours of the same processes.
 
 One of ours is used by nothing else, and may be told to take few thread blocks, which leaves more of a GPU to what is
 computed meanwhile.
@@ -63,7 +63,7 @@ class Communicator:
 
 
 class Communicators:
-    """Those of one process group.
+    """The communicators of one process group.
 
     Attributes:
         current: On which collectives are issued now; ``None`` for the group's own.

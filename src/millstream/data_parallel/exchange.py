@@ -25,7 +25,7 @@ PATIENCE_S = 1.0
 
 
 class Progress:
-    """What this process has exchanged so far: how often, and the last that was waited for."""
+    """The exchanges of this process so far: how many, and the last that was waited for."""
 
     def __init__(self) -> None:
         self.num_started = 0
@@ -36,7 +36,7 @@ PROGRESS = Progress()
 
 
 class ExchangeMemory:
-    """What collectives travel in: there as long as somebody uses it.
+    """Memory that collectives travel in: there as long as somebody uses it.
 
     A step that runs as one graph has its collectives' memory in its arena, and needs this one no more.
 

@@ -1,4 +1,4 @@
-"""What processes are to have in common, as they would train apart without an error otherwise.
+"""Compare what processes must have in common, as they would train apart without an error otherwise.
 
 Numbers of optimizers, and how a captured step updates parameters by what was reduced: all who know theirs tell a mark
 of it now and then, and the names and values where marks differ.
@@ -33,7 +33,7 @@ MARK_BITS = 2 * _FIELD_BITS
 
 
 class Hyperparameters:
-    """What a step trains by, to be compared.
+    """The values that a step trains by, to be compared.
 
     Args:
         told: Numbers of optimizers, each as a name and a value.

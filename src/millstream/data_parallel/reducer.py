@@ -24,7 +24,7 @@ from millstream.errors import DataParallelError
 
 @dataclass(frozen=True, slots=True)
 class ReducerSettings:
-    """What is to be the same in all processes.
+    """Settings that must be the same in all processes.
 
     Attributes:
         cap_bytes: Of a bucket.

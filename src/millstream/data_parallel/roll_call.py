@@ -1,4 +1,4 @@
-"""What processes tell each other before each batch: a number each, some microseconds on one host."""
+"""Exchange one number per process before each batch: some microseconds on one host."""
 
 from __future__ import annotations
 

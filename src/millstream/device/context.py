@@ -44,7 +44,7 @@ class Closeable(Protocol):
 
 
 class DeviceContext:
-    """What one place lends to engines and feeders. Get it from ``context(place)``.
+    """The resources of one place that engines and feeders borrow. Get it from ``context(place)``.
 
     All methods may be called from any thread. The CPU's context has the same interface; its streams and events do
     nothing, because there everything has happened when a call returns.
@@ -206,7 +206,7 @@ class DeviceContext:
 
 
 class LibraryHandles:
-    """What libraries keep for a context. Nothing is made before it is asked for."""
+    """Handles of libraries, kept for a context. Nothing is made before it is asked for."""
 
     def __init__(self, driver: Driver, lifetime: ContextLifetime) -> None:
         self._driver = driver

@@ -1,4 +1,4 @@
-"""Where tensors live and kernels run, as plain data."""
+"""The device that tensors live and kernels run on, as plain data."""
 
 from __future__ import annotations
 

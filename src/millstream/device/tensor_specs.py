@@ -1,4 +1,4 @@
-"""Whether tensors look like those before, asked in compiled code: see ``_native/batches.cpp``.
+"""Compare tensors with earlier ones in compiled code: see ``_native/batches.cpp``.
 
 Without compiled code, Python looks at each.
 """
@@ -15,7 +15,7 @@ from millstream import _native
 
 
 class TensorSpecs:
-    """What some tensors look like, so that others can be compared with them.
+    """The forms of some tensors, so that others can be compared with them.
 
     Args:
         leaves: Strided tensors of PyTorch's own class.

@@ -88,7 +88,7 @@ class Arena(ForkSafeLock):
 
 @dataclass(frozen=True)
 class Space:
-    """Where everything that a call needs lies in one piece of memory: temporaries, slots for inputs, outputs.
+    """The layout of everything that a call needs in one piece of memory: temporaries, slots for inputs, outputs.
 
     Attributes:
         temporaries: Their layout; it begins at the start.

@@ -31,7 +31,7 @@ from millstream.settings import ENGINES, Settings
 
 @dataclass(frozen=True)
 class OneOfMany:
-    """What is known of a program because it is there for other sizes, too.
+    """Facts about a program that exists for other sizes, too.
 
     Attributes:
         arena: Memory that the engines of all sizes have in turn.

@@ -1,4 +1,4 @@
-"""What runs a program: the base class of all engines, with what is known of each."""
+"""The base class of all engines, which run programs, and the known facts of each."""
 
 from __future__ import annotations
 

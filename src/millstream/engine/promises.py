@@ -24,7 +24,7 @@ from millstream.program import Program, TensorLayout
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What was promised of a result, apart from its sizes and strides, which each call may have its own of."""
+    """The promise about a result, apart from its sizes and strides, which each call may have its own of."""
 
     layout: TensorLayout
     name: str  # of the value

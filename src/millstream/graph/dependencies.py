@@ -1,4 +1,4 @@
-"""Which kernel must come after which, derived from what they read and write."""
+"""Derive which kernel must come after which from what they read and write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millstream.graph.plan import Launch, Step
 
 
 class DependencyKind(StrEnum):
-    """Why one kernel must wait for another."""
+    """The reason why one kernel must wait for another."""
 
     RAW = "RAW"  # it reads what the other wrote
     WAR = "WAR"  # it overwrites what the other still reads

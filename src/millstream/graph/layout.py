@@ -1,4 +1,4 @@
-"""Where buffers stand in one piece of memory."""
+"""Offsets of buffers in one piece of memory."""
 
 from __future__ import annotations
 

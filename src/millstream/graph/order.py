@@ -45,7 +45,7 @@ class Moment:
 
 
 class StreamClocks:
-    """What each stream has seen of the others, while work is issued.
+    """The progress of other streams that each stream has seen, while work is issued.
 
     Args:
         num_streams: Streams are numbered from 0.
@@ -73,7 +73,7 @@ class StreamClocks:
 
 
 class HappensBefore:
-    """Which steps of a plan are ordered before which.
+    """The order between the steps of a plan.
 
     O(steps + waits * streams) time.
 

@@ -58,7 +58,7 @@ Step = Launch | Record | Wait | Allocate | Free
 
 
 class Spread(StrEnum):
-    """How blocks of kernels that run beside each other are spread over a device, where an engine can tell it."""
+    """The placement of blocks of concurrent kernels on a device, where an engine can choose it."""
 
     PACKED = "packed"  # as the device likes
     APART = "apart"  # those of small kernels have a multiprocessor each, as far as other small ones are concerned
@@ -67,7 +67,7 @@ class Spread(StrEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """How one run of a graph is issued.
+    """The steps that issue one run of a graph.
 
     Attributes:
         graph: What is run.

@@ -1,4 +1,4 @@
-"""Who owns which bytes."""
+"""Ownership of byte ranges."""
 
 from __future__ import annotations
 

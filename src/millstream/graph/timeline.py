@@ -1,4 +1,4 @@
-"""What ran when on which stream: from the simulator, or from a trace of the device. Frozen data without torch."""
+"""Kernel runs by stream and time: from the simulator, or from a trace of the device. Frozen data without torch."""
 
 from __future__ import annotations
 

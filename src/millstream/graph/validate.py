@@ -1,4 +1,4 @@
-"""Whether a graph or plan makes sense by itself: its names, roles and counts."""
+"""Check that a graph or plan makes sense by itself: its names, roles and counts."""
 
 from __future__ import annotations
 

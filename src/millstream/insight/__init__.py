@@ -1,4 +1,4 @@
-"""Why a device idles: recorded runs in, gaps, causes, gains and a diagnosis out. Pure: no torch, no clock."""
+"""Find out why a device idles: recorded runs in, gaps, causes, gains and a diagnosis out. No torch, no clock."""
 
 from millstream.insight.causes import SAMPLED, Cause
 from millstream.insight.findings import RECEIVE_NS, Findings, Row, Severity, analyse

@@ -1,4 +1,4 @@
-"""What keeps the device busy without training: an evaluation, samples that are drawn, whatever few steps have."""
+"""Work of the device besides training: an evaluation, samples that are drawn, whatever few steps have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device can wait for. Every nanosecond of idle time has exactly one of these."""
+"""Causes that a device can wait for. Every nanosecond of idle time has exactly one of these."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """Why nothing ran. The value is what reports print."""
+    """A reason why nothing ran. The value is what reports print."""
 
     DATA_WAIT = "data"  #: the loop waits for the workers of a loader
     IN_PROCESS = "data in process"  #: the loop makes the batch itself

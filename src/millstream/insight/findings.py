@@ -57,7 +57,7 @@ MAX_WARM_UP = 10
 
 
 class Severity(StrEnum):
-    """How much a finding matters."""
+    """The weight of a finding."""
 
     HIGH = "HIGH"
     MODERATE = "MODERATE"
@@ -96,7 +96,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a recording says.
+    """The conclusions from a recording.
 
     Attributes:
         recording: Where it comes from.

@@ -1,4 +1,4 @@
-"""When the device idled, and what each nanosecond of that waited for.
+"""Idle times of the device, and what each nanosecond of them waited for.
 
 **Contract**
 - *Busy* is the union over all streams; a *gap* is what lies between, within the window of the steps.

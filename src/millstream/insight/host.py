@@ -1,4 +1,4 @@
-"""What the training thread was doing at any time: spans where a hook saw it, samples elsewhere.
+"""Activities of the training thread at any time: spans where a hook saw them, samples elsewhere.
 
 A sample speaks for the time since the look before. Of that time the thread ran ``cpu_ns``, was ready for ``ready_ns``,
 and slept for the rest: how much of each is exact, however short the waits are. At what line it ran or slept, and for

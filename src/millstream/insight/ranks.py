@@ -45,7 +45,7 @@ class RankShare:
 
 @dataclass(frozen=True)
 class MergedFindings:
-    """What the ranks say together.
+    """The joint findings of the ranks.
 
     Attributes:
         severity: Of the diagnosis; ``UNRELIABLE`` where the ranks have no collective in common.

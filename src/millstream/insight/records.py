@@ -1,4 +1,4 @@
-"""What was seen of a run. All times are nanoseconds of one clock; intervals are half-open."""
+"""Records of a run. All times are nanoseconds of one clock; intervals are half-open."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HostSpan:
 
 
 class State(StrEnum):
-    """What a thread was doing when it was looked at."""
+    """The activity of a thread when it was looked at."""
 
     COMPUTE = "compute"  #: in an operator, without the interpreter
     PYTHON = "python"
@@ -69,7 +69,7 @@ class State(StrEnum):
 
 
 class Asleep(StrEnum):
-    """Whether a thread slept at the moment at which it was looked at, and in what."""
+    """The sleep of a thread at the moment at which it was looked at, and in what."""
 
     AWAKE = "awake"  #: on a processor, or ready for one
     INTERPRETER = "interpreter"  #: Python's global lock, which the look itself takes, too
@@ -113,7 +113,7 @@ class Sample:
 
 
 class ActivityKind(StrEnum):
-    """What a device did."""
+    """The kind of a device's activity."""
 
     KERNEL = "kernel"
     COPY = "copy"
@@ -184,7 +184,7 @@ class StreamWait:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledStep:
-    """From the end of one optimizer step (or batch) to the next."""
+    """The time from the end of one optimizer step (or batch) to the next."""
 
     start_ns: int
     end_ns: int

@@ -1,4 +1,4 @@
-"""What taking a cause away would give: the recorded run played again, with and without it.
+"""Estimate what removing a cause would give: the recorded run is played again, with and without it.
 
 Time charged to a cause is not what its remedy returns: after one wait there may stand another. So the host's and the
 device's work are played again as they depend on each other, once as recorded and once without the cause; the

@@ -11,7 +11,7 @@ from millstream.insight.records import Note, Site
 
 
 class SyncKind(StrEnum):
-    """What happened. The value is what reports print."""
+    """The kind of a synchronization. The value is what reports print."""
 
     READ = "read of a value"  #: .item(), float(t), if t:, torch.equal
     TO_LIST = "read of a tensor"  #: .tolist(), .cpu(), copies from the device
@@ -60,7 +60,7 @@ class SyncRow:
 
 @dataclass(frozen=True)
 class SyncFindings:
-    """What a run did.
+    """The synchronizations of a run.
 
     Attributes:
         rows: The most frequent first.

@@ -1,4 +1,4 @@
-"""What a family of kernels of our own is to the rest of the library, whatever it computes."""
+"""The interface of a family of our own kernels to the rest of the library, whatever it computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millstream.program import Program
 
 
 class NodeWriter(NamedTuple):
-    """What computes a node of the wrapper into memory that it is given, as ``out``.
+    """A function that computes a node of the wrapper into memory that it is given, as ``out``.
 
     Attributes:
         function: It.
@@ -69,7 +69,7 @@ class Epilogue(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """How several of one kernel become one launch (``horizontal_fusion``).
+    """The way in which several of one kernel become one launch (``horizontal_fusion``).
 
     Attributes:
         alone: Computes one.

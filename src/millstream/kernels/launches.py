@@ -1,4 +1,4 @@
-"""How kernels of our own are launched: compiled while Inductor does its part, and started early.
+"""Launch our own kernels: compiled while Inductor does its part, and started early.
 
 Triton compiles a kernel where it is launched first, one after the other. Of the 77 s that NASNet-A took on an H200's
 host, 32 went there: a depthwise convolution's loops are unrolled, and a pass of Triton's takes the square of their
@@ -63,7 +63,7 @@ def pointers(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class _Aligned:
-    """What Triton asks of a tensor when it compiles for it."""
+    """The alignment that Triton asks of a tensor when it compiles for it."""
 
     dtype: torch.dtype
 

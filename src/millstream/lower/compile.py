@@ -62,7 +62,7 @@ from millstream.signals import signals_wait
 
 
 class Phase(StrEnum):
-    """Which part of a model a program is."""
+    """The part of a model that a program is."""
 
     INFERENCE = "inference"
     FORWARD = "forward"
@@ -138,7 +138,7 @@ Finish = Callable[[Lowered | LoweredForSizes], Callable[[list[Any]], Sequence[An
 
 @dataclass(frozen=True)
 class Cutting:
-    """What is done with a graph that has collectives.
+    """The treatment of a graph that has collectives.
 
     Attributes:
         finish: Turns its segments and their programs, none for a segment without kernels, into what PyTorch calls.

@@ -26,7 +26,7 @@ from millstream.program import Program, TensorLayout
 
 
 class Flow(StrEnum):
-    """Which bodies run, and how often; named as PyTorch's operators are."""
+    """The choice and number of bodies that run; named as PyTorch's operators are."""
 
     COND = "cond"  # the first or the second, by the first tensor
     WHILE_LOOP = "while_loop"  # the second, as long as the first says so of the carried values

@@ -24,7 +24,7 @@ _KERNELS = ("_inductor/scheduler", "_inductor/codegen/", "_inductor/loop_body", 
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of an error.
+    """The known facts about an error.
 
     Attributes:
         reason: What was raised, and on which operator, in one line.

@@ -59,7 +59,7 @@ def merge(
 
 @dataclass
 class _Whole:
-    """What there is of the program so far."""
+    """The program so far."""
 
     kernels: list[Kernel] = field(default_factory=list)
     calls: list[KernelCall] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What PyTorch knows about its operators: writes, randomness, kind, flops. Each private API in one function.
+"""Facts about operators from PyTorch: writes, randomness, kind, flops. Each private API in one function.
 
 Tried on torch 2.11 and 2.13.
 """

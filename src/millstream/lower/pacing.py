@@ -1,4 +1,4 @@
-"""When collectives begin that bring something to be used, and take memory from then on: as late as hides them.
+"""Delay collectives that bring something to be used, and take memory from then on: as late as hides them.
 
 What is gathered for a part of a model travels while the part before it is computed, and no earlier: so as little of
 the model is whole at a time as can be.

@@ -36,7 +36,7 @@ AT_START = -1
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What is computed between collectives.
+    """The computation between collectives.
 
     Attributes:
         graph: Of kernels alone; ``None`` where there is nothing to compute.

@@ -1,4 +1,4 @@
-"""What a step does with what processes have reduced, in a form in which they can compare it.
+"""The use that a step makes of what processes have reduced, in a form in which they can compare it.
 
 **Contract**
 - The same code gives the same in every process, whatever sizes its batches have and wherever its tensors lie.
@@ -21,7 +21,7 @@ MOST_ITEMS = 16
 
 
 class _Derivation(NamedTuple):
-    """How a value comes about: its text's digest, the numbers in it, and what it depends on."""
+    """The derivation of a value: its text's digest, the numbers in it, and what it depends on."""
 
     digest: str
     numbers: frozenset[str]

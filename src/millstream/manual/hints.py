@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class HintedScope:
-    """What ``streams`` is while a graph is being captured: operators are noted as written for a stream.
+    """A stand-in for ``streams`` while a graph is being captured: operators are noted as written for a stream.
 
     Attributes:
         num_streams: How many.
@@ -57,7 +57,7 @@ class HintedScope:
 
 
 class HintedStreams:
-    """What ``aux_streams`` is while a graph is being captured."""
+    """A stand-in for ``aux_streams`` while a graph is being captured."""
 
     def __init__(self, num_streams: int) -> None:
         self._scope = HintedScope(num_streams)

@@ -1,4 +1,4 @@
-"""What operators read and write, and what ``s[i].name`` stands for."""
+"""Rules about what operators read and write, and what ``s[i].name`` stands for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ else:
 
 
 class Effect(enum.Enum):
-    """What kind of thing an operator does to the storages of its arguments."""
+    """The effect of an operator on the storages of its arguments."""
 
     VIEW = "touches no memory of the device"
     COMPUTE = "reads its arguments, and writes those that its schema names"
@@ -48,7 +48,7 @@ class Effect(enum.Enum):
 
 
 class OperatorRule(NamedTuple):
-    """What to do about an operator.
+    """The treatment of an operator.
 
     Attributes:
         effect: Its kind.
@@ -86,7 +86,7 @@ def recipe_of(func: Any) -> OperatorRule:
 
 
 class Function(NamedTuple):
-    """What ``s[i].name`` calls.
+    """A function that ``s[i].name`` calls.
 
     Attributes:
         call: The function.

@@ -1,4 +1,4 @@
-"""Which waits make streams written down by hand safe, and which memory must outlive its name. No torch, no device.
+"""Decide which waits make hand-written streams safe, and which memory must outlive its name. No torch, no device.
 
 A storage that is used on two streams needs order: a reader waits for the last writer (RAW), a writer for the readers
 since then (WAR) and for the last writer (WAW). ``Ordering`` is asked about every use before it is issued and answers
@@ -61,7 +61,7 @@ class TrackedStorage:
 
 
 class _Mark:
-    """What an event stands for: the end of a stream at a tick, and all that this stream had come after."""
+    """The meaning of an event: the end of a stream at a tick, and all that this stream had come after."""
 
     __slots__ = ("seen", "stream", "tick")
 

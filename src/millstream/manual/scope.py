@@ -221,7 +221,7 @@ class StreamHandle(Functions):
 
 
 class SerialScope(AbstractContextManager["SerialScope"]):
-    """What ``streams`` is where there is one stream: everything runs as it is written.
+    """A stand-in for ``streams`` where there is one stream: everything runs as it is written.
 
     Attributes:
         num_streams: How many were asked for.

@@ -23,7 +23,7 @@ _INNER = ("millstream", "torch", "contextlib")
 
 
 class Trace:
-    """What happened in a scope, in the order of the host.
+    """The events of a scope, in the order of the host.
 
     Args:
         stream_id: Names a stream.

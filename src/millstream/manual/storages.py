@@ -24,7 +24,7 @@ SCALARS: frozenset[type] = frozenset((int, float, bool, type(None), str, torch.d
 
 
 class Storages:
-    """What is known of each storage.
+    """The known facts of each storage.
 
     Args:
         context: Of the device.

@@ -1,4 +1,4 @@
-"""What a pass over a graph is: a function with a name, by which it can be switched off, that tells what it changes."""
+"""The definition of a pass over a graph: a named function that can be switched off and tells what it changes."""
 
 from __future__ import annotations
 

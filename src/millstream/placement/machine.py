@@ -1,4 +1,4 @@
-"""What a graph is placed on, and what of the graph has no choice."""
+"""The devices that a graph is placed on, and the parts of the graph that have no choice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the kernel graph does not say.
+    """Constraints that the kernel graph does not state.
 
     Attributes:
         fixed: Kernels that stay on the user's device.

@@ -1,4 +1,4 @@
-"""Whether a placement computes what the graph does that it was made from: looked at without knowing how it was made."""
+"""Prove that a placement computes what its graph does, without knowing how it was made."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _check_values(graph: KernelGraph, placement: Placement) -> None:
 
 
 class _StorageHistory:
-    """What the storages of a graph hold, as numbers: equal ones stand for the same history."""
+    """The contents of a graph's storages, as numbers: equal ones stand for the same history."""
 
     def __init__(self, graph: KernelGraph, copy_of: Mapping[str, str], numbers: dict[Hashable, int]) -> None:
         self.graph, self.copy_of, self.numbers = graph, copy_of, numbers

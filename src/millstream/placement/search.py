@@ -57,7 +57,7 @@ def on_one(graph: KernelGraph, costs: Costs, machine: Machine) -> PlacedPlan:
 
 
 class _PlacementSearch:
-    """What has been looked at so far."""
+    """The placements that have been looked at so far."""
 
     def __init__(self, graph: KernelGraph, costs: Costs, machine: Machine, constraints: Constraints) -> None:
         self.graph, self.costs, self.machine = graph, costs, machine

@@ -1,4 +1,4 @@
-"""What people see: explanations as text and as data, timelines as pictures."""
+"""Reports for people: explanations as text and as data, timelines as pictures."""
 
 from millstream.report.account import Account
 from millstream.report.explanation import Explanation

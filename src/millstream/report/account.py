@@ -1,4 +1,4 @@
-"""Where the time of a run went, and what bounds it: in numbers, and in words."""
+"""Account for the time of a run, and what bounds it: in numbers, and in words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORTH_SAYING = 0.05  # of the run
 
 @dataclass(frozen=True)
 class Account:
-    """What one run of a graph spent its time on, and how short it could have been.
+    """The time of one run of a graph by what it was spent on, and how short it could have been.
 
     Attributes:
         graph: What ran.

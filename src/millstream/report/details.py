@@ -1,4 +1,4 @@
-"""What stands below the timelines of a page: modules and kernels with their times, memory, plans tried."""
+"""The part of a page below its timelines: modules and kernels with their times, memory, plans tried."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """What is told of one program; ``picture`` is the number of its timeline."""
+    """The part of a page about one program; ``picture`` is the number of its timeline."""
 
     title: str
     facts: Sequence[str]

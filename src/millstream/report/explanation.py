@@ -1,4 +1,4 @@
-"""What a compiled model or step consists of and where its time goes: text for people, plain data for programs."""
+"""Explain what a compiled model or step consists of and where its time goes: text for people, data for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WRITERS: dict[str, Callable[[Sequence[Picture]], str]] = {".html": to_html, ".s
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``ms.explain`` returns; ``str()`` is the text.
+    """The result of ``ms.explain``; ``str()`` is the text.
 
     Attributes:
         name: What was explained.

@@ -24,7 +24,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Crossing:
-    """What a run sends from one device to another.
+    """The traffic of a run from one device to another.
 
     Attributes:
         source: From there.
@@ -48,7 +48,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What a run does on one device.
+    """The part of a run on one device.
 
     Attributes:
         device: Its name.

@@ -1,4 +1,4 @@
-"""What a data-parallel step would take on other numbers of devices, as a table with its assumptions."""
+"""A table of what a data-parallel step would take on other numbers of devices, with its assumptions."""
 
 from __future__ import annotations
 

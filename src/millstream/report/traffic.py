@@ -1,4 +1,4 @@
-"""What a step exchanges with other processes: how long it travels, what hides it, and who waits for whom."""
+"""The traffic of a step with other processes: how long it travels, what hides it, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OFTEN = 0.5  # of the steps: a rank that is last in so many is the straggler
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When processes came to begin their steps, as far as that is told.
+    """The times at which processes came to begin their steps, as far as they are known.
 
     Attributes:
         num_steps: That were looked at.
@@ -67,7 +67,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class CommunicationReport:
-    """What one program exchanges.
+    """The exchanges of one program.
 
     Attributes:
         plan: Of its kernels and collectives.

@@ -1,4 +1,4 @@
-"""From a graph and its costs to a plan, and how much memory the plan takes."""
+"""Turn a graph and its costs into a plan, and tell how much memory the plan takes."""
 
 from millstream.schedule.allocation import place_allocations
 from millstream.schedule.assignment import (

@@ -1,4 +1,4 @@
-"""Which kernel continues which stream, and when it is expected to start."""
+"""Decide which kernel continues which stream, and when it is expected to start."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class Assign(Protocol):
 
 
 class Gaps:
-    """When a stream has nothing to do: rising, and the last gap has no end.
+    """The idle times of a stream: rising, and the last gap has no end.
 
     Args:
         shortest_ns: Of its kernels: shorter gaps are forgotten.

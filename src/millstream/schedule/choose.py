@@ -1,4 +1,4 @@
-"""Which plan runs, on a GPU and on a CPU: candidates are made and simulated, and the promising ones timed.
+"""Choose the plan that runs, on a GPU or a CPU: make and simulate candidates, and time the promising ones.
 
 Whoever can run plans brings a ``Trial``; here it is decided what is tried, and what wins.
 
@@ -39,7 +39,7 @@ HOST_GRANULE_BYTES = 64 << 20  # of memory: so much more never counts as too muc
 
 @dataclass(frozen=True)
 class Rules:
-    """By what a plan with several streams is tried and wins on a kind of device.
+    """The rules by which a plan with several streams is tried and wins on a kind of device.
 
     Attributes:
         slack: Where the longest chain of kernels leaves less of the time on one stream, nothing is planned.
@@ -61,7 +61,7 @@ ON_CPU = Rules(slack=0.10, promise=0.10, margin=0.03)  # its machine does other 
 
 
 class PlanRecipe(NamedTuple):
-    """How a plan is made.
+    """The parameters that a plan is made with.
 
     Attributes:
         policy: Name of the policy.

@@ -1,4 +1,4 @@
-"""Which alternatives to the usual kernels a program gets: tried in the whole program, one after another.
+"""Choose a program's alternatives to the usual kernels: tried in the whole program, one after another.
 
 Whoever can lower and run programs brings a ``Comparison``; here it is decided what is tried, and what is kept.
 
@@ -45,7 +45,7 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of an alternative.
+    """The outcome of an alternative.
 
     Attributes:
         alternative: Its name.

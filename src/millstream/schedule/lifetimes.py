@@ -1,4 +1,4 @@
-"""How long buffers live under a plan, and how much memory that takes."""
+"""Lifetimes of buffers under a plan, and how much memory that takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millstream.graph import PLANNED_ROLES, Allocate, Free, HappensBefore, Launc
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """From when to when a plan needs a buffer's memory. Positions are those in ``plan.steps``.
+    """The first and last step of a plan that need a buffer's memory. Positions are those in ``plan.steps``.
 
     Attributes:
         buffer: Id of a temporary or output that owns its memory.

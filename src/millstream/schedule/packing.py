@@ -59,7 +59,7 @@ def assign_offsets(plan: Plan, device: str | None = None) -> MemoryLayout:
 
 
 class _Arena:
-    """What has been placed so far, in arrays sorted by offset."""
+    """The blocks that have been placed so far, in arrays sorted by offset."""
 
     def __init__(self, capacity: int, num_streams: int) -> None:
         self.num_bytes = 0

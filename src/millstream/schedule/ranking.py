@@ -1,4 +1,4 @@
-"""How urgent each kernel is: how much work must follow it."""
+"""Rank kernels by urgency: how much work must follow each."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _SEVERAL = -1  # instead of a stream: uses end on more than one
 
 @dataclass(frozen=True, slots=True)
 class _Stay:
-    """How long a temporary is expected to be in use."""
+    """The time that a temporary is expected to be in use."""
 
     buffer: str
     num_bytes: int
@@ -109,7 +109,7 @@ def _find_waits(stays: Sequence[_Stay], offset_of: dict[str, int], assignment: A
 
 
 class _TimedArena:
-    """What has been placed so far, in arrays sorted by offset."""
+    """The blocks that have been placed so far, in arrays sorted by offset."""
 
     def __init__(self, capacity: int, wait_ns: int) -> None:
         self.num_bytes = 0

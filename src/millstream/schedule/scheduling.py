@@ -1,4 +1,4 @@
-"""What a user asks of the schedule."""
+"""The user's requests to the schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tune = Literal["first", "background", "now"]
 
 @dataclass(frozen=True)
 class Scheduling:
-    """What a user asks of the schedule.
+    """The user's requests to the schedule.
 
     Attributes:
         streams: How many streams at most; ``None`` chooses by measuring.

@@ -1,4 +1,4 @@
-"""What the collectives of a run cost: how long each travels, and how much of that nothing else hides."""
+"""Costs of a run's collectives: how long each travels, and how much of that nothing else hides."""
 
 from __future__ import annotations
 

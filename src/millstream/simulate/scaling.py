@@ -1,4 +1,4 @@
-"""What a captured data-parallel step takes on other numbers of devices: its kernel graph on a network that is made up.
+"""Predict a captured data-parallel step on other numbers of devices: its kernel graph on a made-up network.
 
 Assumptions: every device has the same work, none comes late, the host is ahead, and a collective takes what its network
 says whatever else the network carries. So a prediction is the best that can be hoped for.

@@ -1,4 +1,4 @@
-"""What really happens while a script runs: hooks and a sampler that write down, and decide nothing."""
+"""Write down what happens while a script runs, by hooks and a sampler that decide nothing."""
 
 from millstream.trace.profiled_run import ProfiledRun, Waiter
 from millstream.trace.sync_finder import SyncTrace

@@ -1,4 +1,4 @@
-"""When the sampler looks, and when the device's profiler is on. Decides, and reads no clock.
+"""Decide when the sampler looks, and when the device's profiler is on. Reads no clock.
 
 Looks are at times that do not follow from what the program does. A look that comes late because the interpreter was
 held is made when that is over. Were the next one planned from there, or at equal distances, then looks at a loop as
@@ -70,7 +70,7 @@ class Agenda:
 
 
 class Turn(StrEnum):
-    """What to do with the device's profiler after a step."""
+    """The next action on the device's profiler after a step."""
 
     BEGIN = "begin window A"
     END = "end window A"

@@ -38,7 +38,7 @@ PATIENCE = 20  # batches without any step: gradients may be accumulated over so 
 
 
 class Recorded:
-    """What the device's profiler saw.
+    """The observations of the device's profiler.
 
     Args:
         trace: Of window A; ``None`` where there is none.

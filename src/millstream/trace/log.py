@@ -1,4 +1,4 @@
-"""Where hooks write down what they see. Bounded: of a long run the last part is kept."""
+"""The log that hooks write to. Bounded: of a long run the last part is kept."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class _Frame:
 
 
 class CallStacks:
-    """Where Python was at any time of the window, by thread.
+    """The Python stacks of the window, by thread.
 
     Args:
         tree: What ``experimental_event_tree`` gave.

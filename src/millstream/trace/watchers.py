@@ -1,4 +1,4 @@
-"""What is watched during a whole run: loaders, optimizers, the collector, compilations, checkpoints.
+"""Watchers of a whole run: loaders, optimizers, the collector, compilations, checkpoints.
 
 Each hook costs a microsecond or two when its event happens, and nothing otherwise. Nothing is drawn from any generator
 of random numbers. ``close`` puts back what was there, unless somebody has put something else there meanwhile.

@@ -1,4 +1,4 @@
-"""What workers of a DataLoader take for a batch: they write it into memory that they share with the parent.
+"""Clocks of a DataLoader's workers for each batch, in memory that they share with the parent.
 
 Made before workers are forked; spawned ones do not have it, and their times stay unknown.
 """
@@ -18,7 +18,7 @@ _SLOT = struct.Struct(f"<{2 + 3 * NUM_TIMES}q")  # process id, number of batches
 
 
 class BatchClocks(NamedTuple):
-    """Of a batch, or the clocks of the process that makes it: in all, on a processor, and waiting for one."""
+    """The times of a batch or of the process that makes it: in all, on a processor, and waiting for one."""
 
     took_ns: int
     ran_ns: int

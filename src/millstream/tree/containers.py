@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 
 class ContainerForm(NamedTuple):
-    """How containers of a class, and of classes that inherit from it, are taken apart and made."""
+    """The way in which containers of a class, and of classes that inherit from it, are taken apart and made."""
 
     items: Callable[[Any], Iterable[Any]] | None  # lists them; ``None`` where attributes are all there is
     make: Callable[[Any, Any, Any, Any], Any]  # of the class, its keys, items and ``extra``; without attributes

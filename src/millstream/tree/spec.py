@@ -1,4 +1,4 @@
-"""What remains of a tree when its leaves are taken out: a hashable structure, and how values are made of it again.
+"""The structure of a tree without its leaves: hashable, and able to make values again.
 
 Two trees with equal structures differ in nothing but their leaves.
 """

@@ -1,4 +1,4 @@
-"""What TorchDynamo compiles, compiles again, and cannot. Tried on torch 2.11 and 2.13."""
+"""Compilations, recompilations and graph breaks of TorchDynamo. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

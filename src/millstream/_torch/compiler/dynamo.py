@@ -1,4 +1,4 @@
-"""What Dynamo counts and decides. Tried on torch 2.11 and 2.13."""
+"""Counters and settings of Dynamo. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

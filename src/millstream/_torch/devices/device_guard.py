@@ -1,4 +1,4 @@
-"""What PyTorch's fake tensors have in the place of a guard for CUDA devices where there is none.
+"""A stand-in for the guard of CUDA devices that PyTorch's fake tensors ask for where there is none.
 
 A build for CUDA on a machine without a device gives every thread that enters a mode of fake tensors a guard of its own,
 and notes the latest for the whole process. When its thread is gone, so is the guard: the next trace, or backward pass,

@@ -1,4 +1,4 @@
-"""Whether there is a GPU, asked without touching CUDA. Tried on torch 2.11 and 2.13."""
+"""Find out whether there is a GPU without touching CUDA. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

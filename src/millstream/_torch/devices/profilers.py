@@ -1,4 +1,4 @@
-"""Where PyTorch's profiler begins and ends, whoever uses it. Tried on torch 2.11 and 2.13."""
+"""Notice where PyTorch's profiler begins and ends, whoever uses it. Tried on torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch.fx.node import has_side_effect
 
 
 class CollectiveMemory(Protocol):
-    """What collectives travel in, which may be gone while nobody uses it."""
+    """Memory that collectives travel in, which may be gone while nobody uses it."""
 
     def make_ready(self) -> None: ...
 

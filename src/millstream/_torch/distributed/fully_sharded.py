@@ -58,7 +58,7 @@ class Precision:
 
 
 class Runs(Protocol):
-    """What runs a module in the place of FSDP's hooks."""
+    """A function that runs a module in the place of FSDP's hooks."""
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
 

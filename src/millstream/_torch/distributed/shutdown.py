@@ -1,4 +1,4 @@
-"""What has to end before a process group does: captured graphs with its collectives, then further groups beside it.
+"""The order of a process group's end: captured graphs with its collectives, then further groups beside it.
 
 Tried on torch 2.11 and 2.13.
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 class Releasable(Protocol):
-    """What holds collectives in captured graphs."""
+    """An object that holds collectives in captured graphs."""
 
     def release(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What the host computes of numbers that each call brings, as expressions, and one function that gives many of them.
+"""Expressions of numbers that each call brings, and one function on the host that computes many of them.
 
 An expression is made while a step is traced and evaluated in each call: it gives what Python would have computed there.
 Nothing here touches a device or PyTorch.
@@ -49,7 +49,7 @@ class Always:
 
 @dataclass(slots=True, eq=False)
 class Apply:
-    """What a function gives for what other expressions give."""
+    """The result of a function of other expressions."""
 
     function: Callable[..., Any]
     operands: tuple[Expression, ...]

@@ -25,7 +25,7 @@ from millstream.tree.spec import Structure, tree_unflatten
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a part of the result comes from: from the graph, from the host, or it is an argument or state itself."""
+    """The source of a part of the result: the graph, the host, or an argument or state itself."""
 
     kind: str  # ``"graph"``, ``"argument"``, ``"object"``, ``"gradient"`` or ``"host"``
     index: int = -1  # number of the graph's result or of the argument; ``-1`` otherwise
@@ -117,7 +117,7 @@ Effect: TypeAlias = EffectWrite | EffectCall
 
 @dataclass
 class Effects:
-    """What a graph's call does on the host."""
+    """Everything that a graph's call does on the host."""
 
     program: list[Effect] = field(default_factory=list)  # in order
     stacks: list[int] = field(default_factory=list)  # which of the graph's results hold numbers for the host

@@ -22,7 +22,7 @@ from millstream.capture.effects.expressions import Expression
 
 
 class Values:
-    """What expressions read after a replay.
+    """Values that expressions read after a replay.
 
     Args:
         numbers: Numbers that the graph read.
@@ -90,7 +90,7 @@ class Values:
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """What a clock gives, once a call."""
+    """The reading of a clock, once a call."""
 
     clock: Callable[[], Any]
     index: int

@@ -1,4 +1,4 @@
-"""What writes to people: while a step is traced, calls of it are recorded instead of made.
+"""Record calls that write to people while a step is traced, instead of making them.
 
 ``registry.py`` lists libraries; ``print``, open files and ``logging`` need more than a list. What the step asks of
 logging is asked again before each replay.

@@ -1,1 +1,1 @@
-"""What a captured graph takes for granted, and whether it still holds."""
+"""Assumptions of a captured graph, and the checks that they still hold."""

@@ -1,4 +1,4 @@
-"""What a captured graph took for granted, checked before every replay.
+"""Check the assumptions of a captured graph before every replay.
 
 Each check looks at entries of dictionaries that were found once, where walking ``named_parameters()`` would cost a
 microsecond for each tensor. With hundreds of tensors on a device even that is too slow, and compiled code does it
@@ -128,7 +128,7 @@ class Entries(Check):
 
 
 class BorrowedEntries(Entries):
-    """Those of PyTorch and Python's library. Each may be absent; a wrapper of ours stands for what it wraps."""
+    """Entries of PyTorch and Python's library. Each may be absent; a wrapper of ours stands for what it wraps."""
 
     def __init__(self) -> None:
         super().__init__(_is_same_original, lambda place: dict.get(*place))
@@ -147,7 +147,7 @@ class BorrowedEntries(Entries):
 
 
 class AbsentEntries(Entries):
-    """Those that must not be there."""
+    """Entries of a namespace that must not be there."""
 
     def holds(self) -> bool:
         return not any(starmap(contains, self.things))

@@ -1,4 +1,4 @@
-"""What a step has read and written as plain data, and the same of this process's objects."""
+"""Reads and writes of a step as plain data, and the same of this process's objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from millstream.capture.trace.request import Request
 
 @dataclass(frozen=True)
 class CodeName:
-    """What is told of code that another process has run."""
+    """The description of code that another process has run."""
 
     co_filename: str
     co_qualname: str

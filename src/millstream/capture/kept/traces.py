@@ -59,7 +59,7 @@ MOST_VARIANTS = 4
 
 @dataclass
 class Learned:
-    """What a step has learned of its numbers before it was traced like this; see ``StepState``."""
+    """Facts that a step learned of its numbers before it was traced like this; see ``StepState``."""
 
     lifted: list[Location] = field(default_factory=list)
     read: list[Location] = field(default_factory=list)
@@ -137,7 +137,7 @@ def open_shelf(function: Any, key: Any, structure: Structure, arguments: Sequenc
 
 
 class Shelf:
-    """Where traces of one function, for calls of one form, are.
+    """The files that hold traces of one function, for calls of one form.
 
     Args:
         function: The step's.

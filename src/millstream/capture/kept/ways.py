@@ -63,7 +63,7 @@ MODULES, VARIABLES = "all modules", "variables of a module"
 
 @dataclass
 class Start:
-    """Where ways begin."""
+    """The beginning of a way."""
 
     function: Any
     objects: Sequence[Any]  # among the arguments

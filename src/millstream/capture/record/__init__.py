@@ -1,1 +1,1 @@
-"""What Python code of a step reads and writes, instruction by instruction, while it is traced."""
+"""Record what Python code of a step reads and writes, instruction by instruction, while it is traced."""

@@ -1,4 +1,4 @@
-"""What a step learns that another process may find otherwise, though all that is read there is equal.
+"""Values that another process may find otherwise, though all that a step reads there is equal.
 
 Such is the order of a set of texts, whether two equal texts are one object, a text with an address in it, and whatever
 a function in C knows of the process: its number, a file, a clock, a context of its own. Within a process none of it

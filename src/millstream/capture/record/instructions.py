@@ -1,4 +1,4 @@
-"""Being told, in one thread, what each instruction of Python is about to read or write: see ``_native/recorder.cpp``.
+"""Report, in one thread, each read or write of a Python instruction before it: see ``_native/recorder.cpp``.
 
 Python 3.11 has it from a tracer, beside which one that is there already (a debugger's, a coverage tool's) goes on; from
 3.12 on it is ``sys.monitoring``. No code, function or frame is changed; what other threads run is no concern of ours.

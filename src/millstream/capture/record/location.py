@@ -117,7 +117,7 @@ _made: WeakValueDictionary[tuple[type, int], Any] = WeakValueDictionary()
 
 
 class ClassAttributes(Attributes):
-    """What a class itself holds; the objects are raw, as in its body."""
+    """The attributes that a class itself holds; the objects are raw, as in its body."""
 
     def view(self) -> Mapping[str, Any]:
         """A mapping without code of ours."""
@@ -137,7 +137,7 @@ class ClassAttributes(Attributes):
 
 
 class SlotAttributes(Attributes):
-    """What an object holds in the slots of its classes.
+    """The attributes that an object holds in the slots of its classes.
 
     Attributes:
         members: All slots by name, also those that hold nothing.
@@ -169,7 +169,7 @@ class SlotAttributes(Attributes):
 
 
 class ContextValue(Attributes):
-    """What a context variable gives here, under the key ``value``."""
+    """The value of a context variable here, under the key ``value``."""
 
     def __getitem__(self, key: str) -> Any:
         try:

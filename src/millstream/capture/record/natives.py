@@ -1,4 +1,4 @@
-"""What functions in C read and write of what they are given: nobody sees that from the outside.
+"""Reads and writes of functions in C: nobody sees these from the outside.
 
 One that is not known counts as reading all that it is given; so does the object that it is a
 method of.

@@ -1,4 +1,4 @@
-"""What each instruction of Python 3.11 to 3.13 reads and writes of objects, and where on the stack it finds them.
+"""Reads and writes of each instruction of Python 3.11 to 3.13, and their objects' positions on the stack.
 
 The interpreter says before which instruction it is (see ``recorder.cpp``); what that instruction is about to do is
 known from this table and the entries of the stack that it takes. So no code is changed. Instructions are those of

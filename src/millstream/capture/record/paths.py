@@ -1,4 +1,4 @@
-"""Where a read or a write is: in the form of a location, as a user would write it, and as what tells places apart."""
+"""Paths of reads and writes: as a location, as a user would write it, and as what tells places apart."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MISSING: Any = object()
 
 
 class Kind(Enum):
-    """What was read of a holder, or written."""
+    """The part of a holder that was read or written."""
 
     ITEM = "an item"  # of a dict or list, by its key; attributes are items of their object's dict
     SLOT = "a slot"  # of an object, by its name

@@ -1,4 +1,4 @@
-"""What of a trace is recorded: the code of users and of libraries, down to PyTorch's operators."""
+"""Choose the code that a trace records: that of users and libraries, down to PyTorch's operators."""
 
 from __future__ import annotations
 

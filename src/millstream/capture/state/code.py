@@ -1,4 +1,4 @@
-"""What some code says: the names in it, what it counts, and how it asks for types and modules."""
+"""Facts read from code: the names in it, what it counts, and how it asks for types and modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container holds as a whole: to compare with in each call, and to go back to after tracing."""
+"""The contents of a container as a whole: compared in each call, and restored after tracing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def without_cache(cache: Any) -> Any:
 
 
 class Answers:
-    """What a function behind ``functools.lru_cache`` has answered so far; one cache has one object of this kind.
+    """The answers so far of a function behind ``functools.lru_cache``; one cache has one object of this kind.
 
     The cache is in C, but the garbage collector sees into it.
 

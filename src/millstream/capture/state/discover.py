@@ -51,7 +51,7 @@ Named: TypeAlias = list[tuple[str, T]]
 
 @dataclass
 class Found:
-    """What a function reaches, by name; nothing occurs twice, and disabled scalers do not occur."""
+    """The objects that a function reaches, by name; nothing occurs twice, and disabled scalers do not occur."""
 
     modules: Named[nn.Module] = field(default_factory=list)
     optimizers: Named[Optimizer] = field(default_factory=list)
@@ -88,7 +88,7 @@ _PLAIN_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class _Names:
-    """Which attributes of which holders are due to be followed: each is, once, when its name is known.
+    """The attributes of holders that are due to be followed: each is, once, when its name is known.
 
     Holders come in the order in which they were met, and those that are met meanwhile in the next round.
     """

@@ -1,4 +1,4 @@
-"""Which of the user's code runs, and what it calls, as a recorder tells it."""
+"""Follow which of the user's code runs, and what it calls, as a recorder tells it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other threads find while one traces: where the step has put a tensor without values, what was there before.
+"""Show other threads, while one traces, what was there before the step put a tensor without values in its place.
 
 The user's own tensors are not touched. What the step makes and stores is in its place until all is put back.
 """

@@ -1,4 +1,4 @@
-"""What of a record is the user's: the rest is code of PyTorch's and Python's, and theirs alone to change.
+"""Select the user's part of a record: the rest is PyTorch's and Python's own to change.
 
 **Contract**
 - What ``docs/limits.md`` says cannot be seen does not count; nor does what code of Python's and PyTorch's reads of its

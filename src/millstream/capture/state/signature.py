@@ -1,4 +1,4 @@
-"""What calls must have in common for one graph to serve them: their form, their tensors', and values that are the same.
+"""The key that calls share if one graph serves them: their form, their tensors', and values that are the same.
 
 Arguments are taken apart by ``millstream.tree``; what is told of tensors and plain values is here.
 """

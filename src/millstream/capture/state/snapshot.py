@@ -48,7 +48,7 @@ MAX_ENTRIES = 1000
 
 
 class HolderKind(Enum):
-    """What a holder belongs to."""
+    """The kind of object that a holder belongs to."""
 
     PLAIN = "an object of the user's"
     MODULE = "a module"

@@ -1,4 +1,4 @@
-"""What a traced step does to Python values and to optimizers: done again after each replay, or refused."""
+"""Changes of a traced step to Python values and optimizers: done again after each replay, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What watches and steers the user's function while it is traced: a mode for functions and one for operators.
+"""Modes that watch and steer the user's function while it is traced: one for functions and one for operators.
 
 The function mode sees calls as the user wrote them (``.item()``, ``alpha=lr``), before their arguments are parsed; the
 operator mode sees the aten operators they become, backward included.

@@ -1,4 +1,4 @@
-"""What is asked of the tracer, and what it gives back."""
+"""Requests to the tracer, and its answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Gradient:
 
 @dataclass
 class Request:
-    """What to trace."""
+    """A function to trace, and how."""
 
     function: Callable[..., Any]  # the user's function
     structure: Structure  # structure of ``(args, kwargs)``, with places for numbers that each call brings
@@ -121,7 +121,7 @@ class Traced:
 
 
 class NoGraph(Exception):  # noqa: N818 - to the step, which knows what to do: it is no error
-    """There is no graph this time."""
+    """No graph could be traced this time."""
 
 
 class StateMissing(NoGraph):

@@ -95,7 +95,7 @@ class Input:
 
 @dataclass(slots=True)
 class Questions:
-    """What the traced program asked about the values of its numbers, and what its graph reads of them."""
+    """Questions of the traced program about the values of its numbers, and what its graph reads of them."""
 
     new_input: Callable[[GraphScalar, torch.dtype], Tensor]  # makes an input of the graph
     # likewise for an array: of a shape, dtype and device

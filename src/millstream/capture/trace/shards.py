@@ -50,7 +50,7 @@ _HARMLESS = frozenset(
 
 
 class Shards:
-    """Which tensors of a trace are rows, and what may be done with them.
+    """Tensors of a trace that are rows, and what may be done with them.
 
     Args:
         twins: Those of the user's tensors.

@@ -1,4 +1,4 @@
-"""What a program sees of sizes that each call brings anew, while it is traced.
+"""Stand-ins, while a program is traced, for sizes that each call brings anew.
 
 PyTorch's symbolic numbers do for tensors: as arguments of operators they become nodes of the graph, and what is decided
 about them a guard. Python sees the difference. So what the user's code reads of a shape passes for ``int`` there, and
@@ -155,7 +155,7 @@ class TracedSizes:
 
 
 class _Traced:
-    """What ``TracedInt`` and ``TracedFloat`` have in common."""
+    """The common part of ``TracedInt`` and ``TracedFloat``."""
 
     node: Any
     plain: type = float

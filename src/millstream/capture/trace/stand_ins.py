@@ -1,4 +1,4 @@
-"""What stands, while a step is traced, where it finds things whose calls are recorded."""
+"""Objects that stand, while a step is traced, for those whose calls are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced step does to PyTorch's switches, and what it computes while one is not as it was.
+"""Changes of a traced step to PyTorch's switches, and what it computes while one is not as it was.
 
 A graph holds for the switches of its call. So a step that computes with another setting of one which its operators
 obey at run time is refused; one that leaves a switch otherwise runs as plain Python, and the next call is captured

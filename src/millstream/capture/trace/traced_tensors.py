@@ -1,4 +1,4 @@
-"""What a traced step leaves in tensors, and what it returns: gradients, state that it replaced, results."""
+"""Tensors that a traced step leaves behind or returns: gradients, state that it replaced, results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known to be impossible to capture, refused before code runs that uses it."""
+"""Refuse what is known to be impossible to capture, before code runs that uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where each tensor of a batch lies in a buffer, and what is copied together.
+"""The layout of a batch in a buffer, and what is copied together.
 
 Leaves are packed into one stretch of pinned memory. Small ones share a *segment*, which one copy carries into one
 allocation on the device; each larger leaf is a segment of its own. The line between them serves the user who keeps the
@@ -30,7 +30,7 @@ and ten leaves that one of them keeps alive cost the user less than a megabyte."
 
 
 class LeafSpec(NamedTuple):
-    """What a tensor looks like, and where in its piece it lies.
+    """The form of a tensor, and its offset in its piece.
 
     Attributes:
         dtype: Its type.
@@ -77,7 +77,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BatchLayout:
-    """Where the leaves of a batch lie. Successive batches that look alike share one object: compare by identity.
+    """The layout of a batch's leaves. Successive batches of one form share one object: compare by identity.
 
     Attributes:
         specs: What each leaf looks like.

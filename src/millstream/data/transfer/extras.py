@@ -1,4 +1,4 @@
-"""What does not travel in a buffer's bytes: a transform's results, tensors made on the device, objects that move.
+"""Parts of a batch that no buffer carries: a transform's results, tensors made on the device, objects that move.
 
 A transform runs on the copy stream, after the copy. What it allocates there is lent to the user like a buffer, so that
 it goes back to the copy stream only after the user's work with it.
@@ -48,7 +48,7 @@ class DeviceBatch(PendingBatch):
 
 
 class Destination(Protocol):
-    """What is asked of the way to a device.
+    """The interface to the device that a batch goes to.
 
     Attributes:
         context: Of the device.

@@ -1,4 +1,4 @@
-"""What a way to a device must do, and the way to the CPU.
+"""The interface of a way to a device, and the way to the CPU.
 
 Two threads share a transfer. The *worker* prepares batches, stages them and starts their copies. The *consumer* is the
 thread that asks for batches; its current stream is the one that will compute with them. Without a worker the consumer

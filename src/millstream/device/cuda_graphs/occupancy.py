@@ -1,4 +1,4 @@
-"""How much of a GPU the kernels of a captured graph fill, asked of the CUDA driver.
+"""Ask the CUDA driver how much of a GPU the kernels of a captured graph fill.
 
 PyTorch shows the graph that it captured (``CUDAGraph.raw_cuda_graph``) but not what is in it; the driver's own calls
 do. They are made through ctypes, with the layout of ``cuda.h`` (CUDA 12 and 13). Where a call is not to be had, or

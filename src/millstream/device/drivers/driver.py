@@ -1,4 +1,4 @@
-"""What is asked of a device's runtime: by way of ``context.driver``.
+"""The interface to a device's runtime: by way of ``context.driver``.
 
 A driver makes and acts; pools, limits and lifetimes are the context's. Tests put a driver of a virtual device in its
 place and so prove, without hardware, that code which uses a context is correct on the slowest and on the most eager of
@@ -52,7 +52,7 @@ def make_copies(copies: Copies) -> None:
 
 
 class Driver(Protocol):
-    """What a device must be able to do. All calls but ``synchronize`` return before the device has done the work."""
+    """The abilities that a device must have. All calls but ``synchronize`` return before the device is done."""
 
     @property
     def torch_device(self) -> torch.device:

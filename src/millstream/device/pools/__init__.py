@@ -1,1 +1,1 @@
-"""What a context lends: streams, events, pinned memory, and the memory that CUDA graphs share."""
+"""Pools of a context: streams, events, pinned memory, and the memory that CUDA graphs share."""

@@ -1,4 +1,4 @@
-"""What the CUDA graphs of a place share: memory pools, and the order between their replays that follows from that."""
+"""Memory pools that the CUDA graphs of a place share, and the order between replays that follows from that."""
 
 from __future__ import annotations
 

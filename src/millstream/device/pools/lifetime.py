@@ -1,4 +1,4 @@
-"""Whether a context may still be used, and the lock that captures of CUDA graphs are made under."""
+"""The lifetime of a context, and the lock that captures of CUDA graphs are made under."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a CPU: what kernels take, and whether several threads are quicker than the operators' own.
+"""Measure kernels on a CPU, and choose between several threads and the operators' own.
 
 **Contract**
 - Nothing is planned where the longest chain takes nearly all of the time: chains cost nothing but a look.

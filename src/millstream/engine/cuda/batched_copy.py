@@ -15,7 +15,7 @@ from millstream.device.copying import FixedCopies, enqueuer
 
 
 class Forms:
-    """How tensors of a graph lie in memory, so that others can be copied to them as the bytes that they are.
+    """Memory forms of a graph's tensors, so that others can be copied to them as the bytes that they are.
 
     Args:
         tensors: On one CUDA device; they are not kept alive.

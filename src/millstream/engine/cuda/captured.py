@@ -32,7 +32,7 @@ from millstream.program import TensorLayout, Value
 
 
 class ProgramPair:
-    """What the forward and the backward program of one model tell each other."""
+    """Facts that the forward and the backward program of one model share."""
 
     def __init__(self) -> None:
         self.addresses: set[int] = set()  # memory that stays in place between calls: saved activations, parameters

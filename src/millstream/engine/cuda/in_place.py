@@ -1,4 +1,4 @@
-"""Whether inputs are read where their caller has them, instead of being copied first: decisions, without a device.
+"""Decide, without a device, whether inputs are read where their caller has them instead of being copied first.
 
 A captured graph reads fixed addresses; inputs are copied there before each replay. What a feeder brings lies in the
 buffers of a pool, at a few addresses in turn. Once a set of addresses has come back, another graph of the same plan can

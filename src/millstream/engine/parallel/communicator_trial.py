@@ -1,4 +1,4 @@
-"""Which communicator a step's collectives are captured on: tried in all processes at once, as plans are.
+"""Try on which communicator a step's collectives are captured, in all processes at once, as plans are.
 
 The process group's own is always a candidate. Our own takes device memory as long as the group lives, by NCCL's
 buffer sizes about 10 MiB for each thread block that it may take. So one that was tried in vain is closed at once.
@@ -26,7 +26,7 @@ a collective takes longer, which costs nothing where it is hidden, and leaves mu
 
 @dataclass(frozen=True)
 class Settled:
-    """On which communicator collectives are from now on.
+    """The communicator that collectives are on from now on.
 
     Attributes:
         communicator: Our own, or ``None`` for the group's own.

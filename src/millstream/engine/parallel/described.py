@@ -1,4 +1,4 @@
-"""What a step exchanges, as a plan of kernels and collectives together: what explanations show."""
+"""Describe the exchanges of a step as a plan of kernels and collectives together, for explanations."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which plan runs: kernels are measured, candidates proposed, simulated and timed, and what was found is remembered."""
+"""Choose the plan that runs: measure kernels, propose, simulate and time candidates, remember the results."""

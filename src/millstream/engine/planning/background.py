@@ -18,7 +18,7 @@ SHARE = 0.02  # of the time
 
 
 class Background(Generic[Result]):
-    """Does work piece by piece.
+    """A worker that does its work piece by piece.
 
     Args:
         steps: The work; it yields before each piece.

@@ -1,4 +1,4 @@
-"""What each kernel costs alone on its device, measured while the program runs for its caller.
+"""Measure each kernel alone on its device while the program runs for its caller.
 
 The first call of a program is needed anyway, to warm it up. Here it also measures: after each launch, the same launch
 is captured a few times in a row into a small CUDA graph, which is timed. So the kernel works on real values in real

@@ -1,4 +1,4 @@
-"""From a program on a GPU to its plan: costs are measured, plans proposed, the best one chosen."""
+"""Plan a program on a GPU: measure costs, propose plans, choose the best one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured, kept on disk: costs of kernels, and which plan was fastest.
+"""Measurements on disk: costs of kernels, and which plan was fastest.
 
 Files are JSON, hold for one device and one set of versions each, and may be deleted at any time. Where nothing can be
 written, everything is measured again in the next process.

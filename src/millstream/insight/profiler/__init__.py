@@ -1,1 +1,1 @@
-"""What the device's profiler writes: read, joined with lines, told which kernels they are, its own cost taken out."""
+"""Read what the device's profiler writes, join it with lines and kernels, and take out its own cost."""

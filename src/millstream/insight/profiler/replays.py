@@ -1,4 +1,4 @@
-"""Which kernels of a plan the device ran in one replay of its graph, and why nothing ran in between."""
+"""Find which kernels of a plan the device ran in one replay of its graph, and why nothing ran in between."""
 
 from __future__ import annotations
 

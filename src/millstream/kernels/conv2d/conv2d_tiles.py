@@ -1,4 +1,4 @@
-"""How our kernel for convolutions divides its work among blocks: from the sizes alone, the same in any process.
+"""Divide the work of our convolution kernel among blocks: by the sizes alone, alike in any process.
 
 Figures are in ``docs/decisions/own-kernels.md``.
 """
@@ -11,7 +11,7 @@ import torch
 
 
 class Tile(NamedTuple):
-    """What a block computes, and from how much at a time.
+    """The share of a block, and how much it computes from at a time.
 
     Attributes:
         pixels: Of the result.

@@ -1,4 +1,4 @@
-"""Which nodes our kernel for convolutions computes, and where it may write its results."""
+"""Choose the nodes that our kernel for convolutions computes, and where it may write its results."""
 
 from __future__ import annotations
 

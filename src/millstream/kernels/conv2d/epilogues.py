@@ -1,4 +1,4 @@
-"""What follows a small convolution, done by its kernel: the bias, what is added to it, relu, and cleared channels.
+"""Let a small convolution's kernel do what follows it: the bias, what is added to it, relu, and cleared channels.
 
 Each of these would be a kernel of its own, on the longest chain in most networks, as long as a third of the convolution
 and a launch later. ``docs/decisions/own-kernels.md`` has the figures.
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 @dataclass
 class _Epilogue:
-    """What a convolution's kernel is to do, so far.
+    """The epilogue of a convolution's kernel, so far.
 
     Attributes:
         last: Whose value that is.

@@ -1,4 +1,4 @@
-"""What stands in front of a small depthwise convolution, done by its kernel: relu, and zeros around the image.
+"""Let a small depthwise convolution's kernel do what stands in front of it: relu, and zeros around the image.
 
 Where several convolutions read one image, as in NASNet's cells, relu would be a kernel of its own in front of them.
 

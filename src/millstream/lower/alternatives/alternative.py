@@ -1,4 +1,4 @@
-"""What an alternative to the usual kernels is, whatever it computes, and what products in a graph have in common."""
+"""The definition of an alternative to the usual kernels, and what products in a graph have in common."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Variants(Generic[Result]):
-    """How a program can be lowered otherwise.
+    """The ways in which a program can be lowered otherwise.
 
     Attributes:
         find: Where there are alternatives: all, or those that are usually tried.
@@ -57,7 +57,7 @@ def may_try(*, is_fixed: bool) -> bool:
 
 
 class Choosing(NamedTuple):
-    """Which alternatives a graph is lowered with.
+    """The alternatives that a graph is lowered with.
 
     Attributes:
         is_fixed: Whether a table says so, and no clock.
@@ -79,7 +79,7 @@ class Choosing(NamedTuple):
 
 
 class Pointer:
-    """Which program on disk a step's own graph stands for.
+    """The program on disk that a step's own graph stands for.
 
     Args:
         step: The record of that graph.

@@ -1,4 +1,4 @@
-"""What the operations of a program read and write, and which values their operators mean.
+"""Reads and writes of a program's operations, and the values that their operators mean.
 
 Inductor writes over memory in three ways: by operators in place, by the ``copy_`` of an input's new value, and by using
 the memory of a value that dies for another one. What is told here is read off the loops that code was generated from
@@ -39,7 +39,7 @@ _STORES = (MemoryUsageType.STORE, MemoryUsageType.STORE_REDUCTION)
 
 
 class Notes:
-    """What is seen while Inductor compiles a graph.
+    """Notes on a graph while Inductor compiles it.
 
     Attributes:
         old: Pairs of a node and one of those that it uses, where the latter is an input of the graph, or a view of one,

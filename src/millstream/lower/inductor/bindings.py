@@ -1,4 +1,4 @@
-"""What arguments a kernel gets while it is generated, and how another one gets the same for other buffers.
+"""Arguments that a kernel gets while it is generated, and how another one gets the same for other buffers.
 
 Private APIs of Inductor's code generation; tried on torch 2.11 and 2.13.
 """
@@ -17,7 +17,7 @@ from millstream.lower.inductor.forms import BufferNumbers
 
 @dataclass(frozen=True)
 class Bound:
-    """How some loops have changed the arguments of their kernel, with numbers for names.
+    """Changes that some loops made to the arguments of their kernel, with numbers for names.
 
     Attributes:
         in_place: Of buffers that are written over: what is written there, or ``None`` where it came out that nothing

@@ -1,4 +1,4 @@
-"""On a CPU, C++ kernels check indices before other ones write to inputs, so that an error leaves these as they were.
+"""Let C++ kernels on a CPU check indices before others write to inputs, so that an error leaves these as they were.
 
 **Contract**
 - No kernel both checks indices and writes to an input of the graph, but for single operations that do, as

@@ -73,7 +73,7 @@ _Line = tuple[tuple[_Part, ...], int | None]
 
 @dataclass(frozen=True)
 class _CppCode:
-    """What loops have added to a C++ kernel, with numbers for the names of buffers.
+    """Code that loops have added to a C++ kernel, with numbers for the names of buffers.
 
     Attributes:
         bound: Its arguments.

@@ -1,4 +1,4 @@
-"""What a kernel is generated from, with numbers in place of the names of buffers.
+"""The input from which a kernel is generated, with numbers in place of the names of buffers.
 
 Kernels that are equal but for names have the same form.
 

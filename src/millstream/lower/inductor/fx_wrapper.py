@@ -65,7 +65,7 @@ SOURCES = "millstream_sources"
 
 @dataclasses.dataclass(frozen=True)
 class KernelArgument:
-    """How a generated kernel uses one of its arguments."""
+    """The use that a generated kernel makes of one of its arguments."""
 
     name: str
     reads: bool

@@ -1,4 +1,4 @@
-"""What Inductor does before its first kernel, begun early: while a step is traced, which needs one core.
+"""Begin early, while a step is traced, what Inductor does before its first kernel: tracing needs one core.
 
 - For the processor it asks the C++ compiler which vector instructions there are: it compiles and loads up to ten small
   programs and waits for each, 20 s on a fresh machine of two cores, 3 s where they are compiled already.

@@ -1,4 +1,4 @@
-"""Which configuration of a Triton kernel was found fastest: found once on a machine, and taken from then on.
+"""Configurations of Triton kernels that were found fastest: found once on a machine, and taken from then on.
 
 Another configuration may sum in another order, so that two runs from one seed would differ in their last bits. Upstream
 remembers its choices too, but not where a worker process has loaded the same source before, nor for kernels that lack

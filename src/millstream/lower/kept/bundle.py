@@ -47,7 +47,7 @@ _NAMES = re.compile(
 
 @dataclass(frozen=True)
 class Taken:
-    """What was written to a bundle, or taken in from one.
+    """The contents of a bundle that was written or taken in.
 
     Attributes:
         programs: How many programs.

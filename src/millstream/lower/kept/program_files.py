@@ -59,7 +59,7 @@ def is_on() -> bool:
 
 @dataclass(frozen=True)
 class FileContent:
-    """What a file held.
+    """The contents of a file.
 
     Attributes:
         program: Ready to run.

@@ -1,4 +1,4 @@
-"""Which files this process has used of what is kept on disk: ``bundle.py`` takes them along.
+"""Note which kept files this process has used: ``bundle.py`` takes them along.
 
 Private APIs of Inductor, for where Triton's machine code lies; tried on torch 2.11 and 2.13.
 """

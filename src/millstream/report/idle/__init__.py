@@ -1,4 +1,4 @@
-"""Why the device idled, for people: the first screen, a page, data for programs, a trace for Perfetto."""
+"""Reports on why the device idled: the first screen, a page, data for programs, a trace for Perfetto."""
 
 from millstream.report.idle.compare import SLOWER, Condition, compare
 from millstream.report.idle.page import to_page

@@ -1,4 +1,4 @@
-"""What the pictures of a profile show: a bar for each step, and one step with all that ran, idled and waited in it."""
+"""Pictures of a profile: a bar for each step, and one step with all that ran, idled and waited in it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _EXPOSED = {ActivityKind.COMMUNICATION: Cause.COMMUNICATION}
 
 
 class BarPart(NamedTuple):
-    """Of a step's bar; the longest step is 100 high."""
+    """A part of a step's bar; the longest step is 100 high."""
 
     colour: str
     top: float
@@ -164,7 +164,7 @@ def draw_step(found: Findings, step: ProfiledStep, which: str) -> DrawnStep:
 
 
 class _Scale:
-    """From the time of a step to a lane's units."""
+    """The scale from the time of a step to a lane's units."""
 
     def __init__(self, step: ProfiledStep) -> None:
         self.step = step

@@ -1,4 +1,4 @@
-"""What to do about a cause: one edit, and why it helps."""
+"""Remedies for causes: one edit each, and why it helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several ranks say together, for a terminal."""
+"""The joint report of several ranks, for a terminal."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Picture:
-    """What to draw.
+    """The contents of a picture.
 
     Attributes:
         title: One line.

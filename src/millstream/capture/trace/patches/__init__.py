@@ -1,1 +1,1 @@
-"""What PyTorch does otherwise while a step is traced, each for the length of a context."""
+"""Patches of PyTorch while a step is traced, each for the length of a context."""

@@ -1,4 +1,4 @@
-"""What Python's collector calls is no part of a step: callbacks, and finalizers of what died before, or elsewhere."""
+"""Keep callbacks of Python's collector, and finalizers of objects from elsewhere, out of a step."""
 
 from __future__ import annotations
 

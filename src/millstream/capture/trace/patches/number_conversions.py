@@ -31,7 +31,7 @@ _FIELD = re.compile(r"%(?:\((?P<key>[^)]*)\))?(?P<how>[-+ #0]*[\d*]*(?:\.[\d*]*)
 
 
 class Conversions:
-    """What the traced program converts.
+    """Numbers that the traced program converts.
 
     Attributes:
         num_seen: How often it has got a number of a graph for one.

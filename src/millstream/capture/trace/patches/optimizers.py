@@ -1,4 +1,4 @@
-"""What tracing needs to know about optimizers: traceable flags, numbers to lift, steps on the host."""
+"""Facts about optimizers that tracing needs: traceable flags, numbers to lift, steps on the host."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is done with a graph as it was captured, before autograd makes it functional."""
+"""Workarounds for a graph as it was captured, before autograd makes it functional."""

@@ -1,4 +1,4 @@
-"""What a forward pass reads of memory that it writes later is kept for the backward pass.
+"""Keep for the backward pass what a forward pass reads of memory that it writes later.
 
 PyTorch chooses what the backward pass computes again from the forward pass's inputs, and takes it that these are as
 they were. A buffer that the forward pass has updated by then is not: a scale by a running mean, or ``spectral_norm``'s

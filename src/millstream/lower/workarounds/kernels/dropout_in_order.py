@@ -1,4 +1,4 @@
-"""With ``fallback_random``, dropout draws the numbers that it draws in eager mode.
+"""Let dropout draw the numbers that it draws in eager mode, with ``fallback_random``.
 
 ``bernoulli`` with a number, as dropout in place and of channels calls it, was a line of text that cannot be taken for a
 kernel: Inductor makes a copy and fills that. Here it is a call of PyTorch's.

@@ -1,4 +1,4 @@
-"""What reads memory that is written, among Inductor's expressions that are not computed yet."""
+"""Find what reads memory that is written, among Inductor's expressions that are not computed yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reads memory that is written in place stays after the write.
+"""Keep reads of memory that is written in place after the write.
 
 Inductor gives such memory another name after each write, and each kernel depends on names. Where the loops of two C++
 kernels are made alike so that they can be fused, what they read is found out again, and by the first name: the kernel

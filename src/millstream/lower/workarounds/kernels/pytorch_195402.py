@@ -1,4 +1,4 @@
-"""What a C++ kernel throws within a parallel region is thrown again after it.
+"""Throw again, after a parallel region, what a C++ kernel throws within it.
 
 Inductor checks indices in the loops that it shares among OpenMP threads. No exception may leave those: an index out of
 range, for which a small kernel raises an error, ends the process where there is enough work for several threads.

@@ -1,4 +1,4 @@
-"""What reads memory by another name is read before the memory is written.
+"""Read memory by another name before it is written.
 
 A view as a dtype of another size, and of complex numbers as real ones, is a buffer of its own, which shares its input's
 memory. Inductor computes what reads a buffer before it is written, but looks for that by the buffer's own name.

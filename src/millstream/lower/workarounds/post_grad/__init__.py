@@ -1,1 +1,1 @@
-"""What Inductor gets wrong of a graph that writes its inputs, after autograd: what is read too late."""
+"""Workarounds for graphs that write their inputs, after autograd: what is read too late."""

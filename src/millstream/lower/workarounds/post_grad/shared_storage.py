@@ -1,4 +1,4 @@
-"""Whose memory the values of a graph come to lie in.
+"""Find whose memory the values of a graph come to lie in.
 
 AOT autograd's graphs are functional, but for a ``copy_`` into each input that is written, whose result nobody uses.
 Wherever a value is read, it is what it was made as; where an input is read, it is as it was before the graph ran.
