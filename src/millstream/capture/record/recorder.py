@@ -740,16 +740,20 @@ def _ids_of_new() -> Iterator[tuple[set[int], Callable[[int], bool]]]:
     known = {*map(id, young)}
     new: set[int] = set()
 
+    def look() -> Iterator[int]:
+        return map(id, gc.get_objects(generation=0))
+
     def note(phase: str, _: dict[str, int]) -> None:
         if phase == "start":
-            new.update(map(id, gc.get_objects(generation=0)))
+            new.update(look())
 
     gc.callbacks.append(note)
     try:
-        yield new, lambda each: each not in known and (each in new or each in map(id, gc.get_objects(generation=0)))
+        # The collector may be at work at any moment, also in another thread: what it moves meanwhile it has noted.
+        yield new, lambda each: each not in known and (each in new or each in look() or each in new)
     finally:
+        new.update(look())
         gc.callbacks.remove(note)
-        new.update(map(id, gc.get_objects(generation=0)))
         new -= known
         del young
 
