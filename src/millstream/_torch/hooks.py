@@ -76,19 +76,31 @@ def hooks_of_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
 
 
 def optimizer_steps_seen(
-    before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
+    before: Callable[[torch.optim.Optimizer], None],
+    updates: Callable[[torch.optim.Optimizer], None],
+    after: Callable[[torch.optim.Optimizer], None],
 ) -> AbstractContextManager[None]:
-    """For the length of the context, call ``before`` and ``after`` around each step of an optimizer in this thread.
+    """For the length of the context, see each step of an optimizer in this thread.
 
-    The wrapper that every optimizer has around its ``step`` looks for hooks there. A hook for all optimizers would be
-    one of all threads, and guards of models compiled with their optimizers see it. Tried on 2.11 and 2.13.
+    The wrapper that every optimizer has around its ``step`` looks for hooks there, and those of PyTorch have another
+    one within it that looks for defaults. A hook for all optimizers would be one of all threads, and guards of models
+    compiled with their optimizers see it. Tried on 2.11 and 2.13.
+
+    Args:
+        before: Called before the user's hooks.
+        updates: Called after them, where the step is one of PyTorch's own.
+        after: Called after the step, before the user's hooks for that.
     """
-    calls = {"_optimizer_step_pre_hooks": before, "_optimizer_step_post_hooks": after}
+    calls = {
+        "_optimizer_step_pre_hooks": ("wrapper", before),  # and no function that registers hooks
+        "defaults": ("_use_grad", updates),
+        "_optimizer_step_post_hooks": ("wrapper", after),
+    }
 
     def see(optimizer: Any, name: str, reader: FrameType) -> None:
-        call = calls.get(name)
-        is_wrapper = reader.f_code.co_name == "wrapper"  # and no function that registers hooks
-        if call is not None and is_wrapper and reader.f_globals.get("__name__") == torch.optim.Optimizer.__module__:
+        function, call = calls.get(name, ("", None))
+        is_pytorchs = reader.f_globals.get("__name__") == torch.optim.Optimizer.__module__
+        if call is not None and reader.f_code.co_name == function and is_pytorchs:
             call(optimizer)
 
     return reads_seen(torch.optim.Optimizer, see)

@@ -14,11 +14,25 @@ from millstream.capture import Step
 from millstream.errors import FallbackWarning
 from tests.capture.worlds import World, batches, check, interpret, mlp
 
+
+def halving(parameters, lr):
+    """A hook writes to the gradients before each step."""
+
+    def halve(optimizer, *_):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+
+    optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
+    optimizer.register_step_pre_hook(halve)
+    return optimizer
+
+
 OPTIMIZERS = {
     "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr),
     "momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, dampening=0.1),
     "nesterov": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "nesterov alone": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True),
+    "nesterov after a hook": halving,
     "nesterov one by one": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True, foreach=False),
     "nesterov in lists": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True, foreach=True),
     "nesterov fused": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True, fused=True),

@@ -903,10 +903,14 @@ class _Tracer:
             if optimizer not in self.stepped:
                 self.stepped.append(optimizer)
             with torch.no_grad():
-                own = {id(each) for group in optimizer.param_groups for each in group["params"]}
-                gradients = SparedGradients(each for each in spared if id(each) in own)
                 counts = widen_counts(optimizer)
-            ending[id(optimizer)] = [functools.partial(narrow_counts, counts), gradients.put_back]
+            ending[id(optimizer)] = [functools.partial(narrow_counts, counts)]
+
+        @torch.no_grad()
+        def on_update(optimizer: Optimizer) -> None:
+            own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            gradients = SparedGradients(each for each in spared if id(each) in own)
+            ending.setdefault(id(optimizer), []).append(gradients.put_back)
 
         @torch.no_grad()
         def on_done(optimizer: Optimizer) -> None:
@@ -914,7 +918,7 @@ class _Tracer:
                 end()
 
         with (
-            optimizer_steps_seen(on_step, on_done),
+            optimizer_steps_seen(on_step, on_update, on_done),
             schedulers_are_recorded(self.recorder, self._note_failure, meet),
             draws_recorded(self.draws, self._note_failure),
         ):
