@@ -3,7 +3,7 @@
 - ``lstm gates``: brainstorm's LSTM, 2 × 512, 32 steps, batch 8, fp16, its four gates on four streams and on one, either
   captured in one ``torch.cuda.graph``; the forward pass alone, and with the backward pass.
 - ``dual stream resnet50``: a whole training step in one CUDA graph (bf16 autocast, channels last, SGD with momentum),
-  with ``ms.dual_stream_backward`` and without.
+  with ``ms.manual.dual_stream_backward`` and without.
 - ``host``: microseconds that ``s[1].mm(a, b)`` takes over ``torch.mm(a, b)``, that a fork and join take, and so on.
 - ``saved tensors``: two ways to keep what autograd saves on another stream: telling the allocator, or hooks.
 """
@@ -193,7 +193,7 @@ class Training:
         device, size = settings.device, 32 if settings.tiny else 224
         self.model = resnet((1, 1), 8, 10) if settings.tiny else resnet()
         self.model = self.model.to(device, memory_format=torch.channels_last)
-        ms.dual_stream_backward(self.model, enabled=dual)
+        ms.manual.dual_stream_backward(self.model, enabled=dual)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.x = torch.randn(batch, 3, size, size, device=device).to(memory_format=torch.channels_last)
         self.y = torch.randint(10, (batch,), device=device)
@@ -330,7 +330,7 @@ def run_host(settings: Settings) -> list[Row]:  # noqa: C901 - a list of small f
 
     def aux() -> None:
         for _ in range(CALLS):
-            with ms.aux_streams(2, device):
+            with ms.manual.aux_streams(2, device):
                 pass
 
     @torch.enable_grad()

@@ -27,7 +27,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        with ms.aux_streams(2, grad.device) as (_, aux):  # one stream where there is no other: the same numbers
+        with ms.manual.aux_streams(2, grad.device) as (_, aux):  # one stream where there is no other: the same numbers
             for_x = grad @ weight.t()
             for_weight = aux.mm(x.t(), grad)
         return for_x, for_weight

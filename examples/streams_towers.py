@@ -28,7 +28,7 @@ class Matching(nn.Module):
         self.image, self.text = tower(784), tower(300)
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
-        left, right = ms.parallel([lambda: self.image(image), lambda: self.text(text)], device=image.device)
+        left, right = ms.manual.parallel([lambda: self.image(image), lambda: self.text(text)], device=image.device)
         scores = F.normalize(left) @ F.normalize(right).t() / 0.1
         return F.cross_entropy(scores, torch.arange(len(image), device=image.device))
 

@@ -9,25 +9,18 @@
 >>> print(ms.explain(train_step))
 """
 
+import warnings
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from millstream import data as data
+from millstream import device as device
+from millstream import errors as errors
+from millstream import manual as manual
+from millstream import results as results
 from millstream.data import feed
-from millstream.device import context as device_context
-from millstream.device import guard as device_guard
-from millstream.errors import (
-    ArgumentError,
-    CaptureError,
-    DataParallelError,
-    DeviceError,
-    FallbackWarning,
-    FeedError,
-    GraphError,
-    InternalError,
-    LoweringError,
-    MillstreamError,
-    PlanError,
-)
-from millstream.manual import Parallel, aux_streams, dual_stream_backward, parallel, streams
+from millstream.errors import ArgumentError, CaptureError, FallbackWarning, MillstreamError
+from millstream.manual import streams
 from millstream.report import Explanation
 from millstream.results import fetch
 
@@ -52,30 +45,17 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "CaptureError",
-    "DataParallelError",
-    "DeviceError",
     "Explanation",
     "FallbackWarning",
-    "FeedError",
-    "GraphError",
-    "InternalError",
-    "LoweringError",
     "MillstreamError",
-    "Parallel",
-    "PlanError",
-    "aux_streams",
     "callback",
     "compile",
-    "device_context",
-    "device_guard",
-    "dual_stream_backward",
     "eager_region",
     "explain",
     "feed",
     "fetch",
     "full_state_dict",
     "load_programs",
-    "parallel",
     "precompile",
     "profile",
     "save_programs",
@@ -103,8 +83,26 @@ _LATE = frozenset(
 )
 
 
+_MOVED = {
+    **dict.fromkeys(("Parallel", "aux_streams", "dual_stream_backward", "parallel"), "manual"),
+    **dict.fromkeys(
+        ("DataParallelError", "DeviceError", "FeedError", "GraphError", "InternalError", "LoweringError", "PlanError"),
+        "errors",
+    ),
+    "device_context": "device",
+    "device_guard": "device",
+}
+"""The module of each name that was here in 0.1: it goes in 0.2."""
+
+
 def __getattr__(name: str) -> Any:
-    """Import what needs PyTorch's compiler when it is first asked for: that takes seconds."""
+    """Import what needs PyTorch's compiler when it is first asked for: that takes seconds. Names that moved warn."""
+    if name in _MOVED:
+        module, new = import_module(f"{__name__}.{_MOVED[name]}"), name.removeprefix("device_")
+        text = f"ms.{name} is ms.{_MOVED[name]}.{new} now; the old name goes in 0.2."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        globals()[name] = getattr(module, new)
+        return globals()[name]
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from millstream import api
@@ -116,4 +114,5 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Name what is public, also what is imported late: ``ms.<TAB>`` shows all there is, and nothing else."""
-    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})
+    modules = ("data", "device", "errors", "manual", "results")
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *modules})

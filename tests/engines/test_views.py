@@ -71,7 +71,7 @@ def test_a_view_beyond_its_input_is_not_taken_for_the_input(offset):
 
     torch._dynamo.reset()
     whole = torch.arange(20.0)
-    with pytest.raises(ms.LoweringError, match=r"of an input that has 10 .*in reach"):
+    with pytest.raises(ms.errors.LoweringError, match=r"of an input that has 10 .*in reach"):
         ms.compile(reach, strict=True)(whole[5:15])
     torch._dynamo.reset()
     with pytest.warns(ms.FallbackWarning, match=r"on plain torch.compile|as plain Python"):

@@ -212,7 +212,7 @@ class Towers(nn.Module):
 
     def forward(self, x):
         shared = torch.tanh(x)
-        left, right, *rest = ms.parallel(self.towers, shared, num_streams=self.num_streams)
+        left, right, *rest = ms.manual.parallel(self.towers, shared, num_streams=self.num_streams)
         return (left * right + sum(rest)).square().mean()
 
 
@@ -277,7 +277,7 @@ def test_convolutions_have_the_gradients_of_one_stream(dtype, engine, exact):
         x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
         sides = []
         for dual in (False, True):
-            ms.dual_stream_backward(layer, enabled=dual)
+            ms.manual.dual_stream_backward(layer, enabled=dual)
             results = output_and_gradients(layer, x)
             if engine == "graph":
                 torch.cuda.synchronize()
@@ -298,7 +298,7 @@ def test_dual_backward_with_autocast_and_linear_layers_is_exact(exact):
     x = torch.randn(4, 3, 8, 8, device="cuda")
     sides = []
     for dual in (False, True):
-        ms.dual_stream_backward(model, enabled=dual)
+        ms.manual.dual_stream_backward(model, enabled=dual)
         with torch.autocast("cuda", torch.bfloat16):
             loss = F.cross_entropy(model(x), torch.arange(4, device="cuda"))
         sides.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])

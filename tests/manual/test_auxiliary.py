@@ -1,4 +1,4 @@
-"""``ms.aux_streams`` within operators."""
+"""``ms.manual.aux_streams`` within operators."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def machine(request):
 
 def both(context, a):
     """A function with a second thing beside the first."""
-    with ms.aux_streams(2, context) as (main, aux):
+    with ms.manual.aux_streams(2, context) as (main, aux):
         one = main.mul(a, 2.0)
         with aux:
             other = torch.mul(a, 3.0)
@@ -54,7 +54,7 @@ def test_exception_joins(machine):
     a = virtual.tensor([1.0])
 
     def fail():
-        with ms.aux_streams(2, context) as (_, aux):
+        with ms.manual.aux_streams(2, context) as (_, aux):
             aux(a.add_, 5.0)
             raise KeyError
 
@@ -70,7 +70,7 @@ def test_no_memory_for_a_workspace_means_one_stream(machine, workspace):
     a = virtual.tensor([1.0])
     result = virtual.tensor([0.0])
     device.free_bytes = 16
-    with ms.aux_streams(2, context, workspace=workspace) as (main, aux):
+    with ms.manual.aux_streams(2, context, workspace=workspace) as (main, aux):
         assert main is aux
         aux(result.add_, a)
     assert virtual.read(result).item() == 1
@@ -80,26 +80,26 @@ def test_no_memory_for_a_workspace_means_one_stream(machine, workspace):
 def test_no_streams_left_means_one_stream(machine, monkeypatch):
     context, _, _ = machine
     monkeypatch.setattr(stream_pool, "MAX_LENT_STREAMS", 0)
-    with ms.aux_streams(2, context) as (main, aux):
+    with ms.manual.aux_streams(2, context) as (main, aux):
         assert main is aux
 
 
 @pytest.mark.parametrize("arguments", [{"num_streams": 1}, {"device": "cpu"}])
 def test_one_stream_runs_everything_in_place(arguments):
-    with ms.aux_streams(**arguments) as streams, streams[-1]:
+    with ms.manual.aux_streams(**arguments) as streams, streams[-1]:
         assert torch.equal(streams[-1].mul(torch.ones(2), 2.0), torch.full((2,), 2.0))
 
 
 def test_engine_serial_means_one_stream(machine, monkeypatch):
     monkeypatch.setenv("MILLSTREAM_ENGINE", "serial")
-    with ms.aux_streams(2, machine[0]) as (main, aux):
+    with ms.manual.aux_streams(2, machine[0]) as (main, aux):
         assert main is aux
 
 
 def test_compiled_functions_run_it_as_one_stream():
     @torch.compile(backend="eager", fullgraph=True)
     def function(x):
-        with ms.aux_streams(2) as (main, aux):
+        with ms.manual.aux_streams(2) as (main, aux):
             one = main.mul(x, 2.0)
             with aux:
                 other = x * 3.0
@@ -113,4 +113,4 @@ def test_compiled_functions_run_it_as_one_stream():
 )
 def test_bad_arguments(arguments):
     with pytest.raises(ArgumentError):
-        ms.aux_streams(**arguments)
+        ms.manual.aux_streams(**arguments)

@@ -1,4 +1,4 @@
-"""``ms.dual_stream_backward``: the gradients of PyTorch, whatever the layer."""
+"""``ms.manual.dual_stream_backward``: the gradients of PyTorch, whatever the layer."""
 
 import copy
 import pickle
@@ -41,7 +41,7 @@ def test_gradients_are_pytorchs(name):
     layer, shape = LAYERS[name]
     x = torch.randn(shape, requires_grad=True)
     expected = gradients(layer, x)
-    dual = ms.dual_stream_backward(copy.deepcopy(layer))
+    dual = ms.manual.dual_stream_backward(copy.deepcopy(layer))
     assert type(dual) is not type(layer)
     assert isinstance(dual, type(layer))
     assert agree(gradients(dual, x), expected)
@@ -49,7 +49,7 @@ def test_gradients_are_pytorchs(name):
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
 def test_parts_that_need_no_gradient(frozen):
-    layer = ms.dual_stream_backward(nn.Conv2d(2, 3, 3))
+    layer = ms.manual.dual_stream_backward(nn.Conv2d(2, 3, 3))
     x = torch.randn(1, 2, 5, 5, requires_grad=frozen != "input")
     if frozen != "input":
         getattr(layer, frozen).requires_grad_(False)
@@ -62,7 +62,7 @@ def test_autocast_is_pytorchs():
     x = torch.randn(2, 2, 5, 5)
     sides = []
     for enabled in (False, True):
-        ms.dual_stream_backward(model, enabled=enabled)
+        ms.manual.dual_stream_backward(model, enabled=enabled)
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(model(x), torch.tensor([0, 1]))
         sides.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
@@ -71,20 +71,20 @@ def test_autocast_is_pytorchs():
 
 
 def test_gradients_of_gradients():
-    layer = ms.dual_stream_backward(nn.Linear(2, 2).double())
+    layer = ms.manual.dual_stream_backward(nn.Linear(2, 2).double())
     x = torch.randn(3, 2, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: layer(x).tanh(), [x])
 
 
 def test_layers_are_copied_saved_and_given_back():
-    layer = ms.dual_stream_backward(nn.Conv2d(2, 3, 3))
+    layer = ms.manual.dual_stream_backward(nn.Conv2d(2, 3, 3))
     assert type(pickle.loads(pickle.dumps(layer))) is dual_backward.DualConv2d
     assert layer.state_dict().keys() == nn.Conv2d(2, 3, 3).state_dict().keys()
-    assert type(ms.dual_stream_backward(layer, enabled=False)) is nn.Conv2d
+    assert type(ms.manual.dual_stream_backward(layer, enabled=False)) is nn.Conv2d
 
 
 def test_transformed_and_compiled_layers_are_pytorchs():
-    layer = ms.dual_stream_backward(nn.Linear(2, 2))
+    layer = ms.manual.dual_stream_backward(nn.Linear(2, 2))
     x = torch.randn(3, 2)
 
     def loss(weight):
@@ -98,7 +98,7 @@ def test_transformed_and_compiled_layers_are_pytorchs():
 
 def test_no_module_is_refused():
     with pytest.raises(ArgumentError, match="module"):
-        ms.dual_stream_backward([nn.Linear(1, 1)])
+        ms.manual.dual_stream_backward([nn.Linear(1, 1)])
 
 
 @pytest.fixture

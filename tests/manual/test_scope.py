@@ -594,20 +594,20 @@ def test_gradients_on_the_virtual_device(machine):
 def test_parallel_calls_all_with_the_same_arguments(machine):
     context, _, virtual = machine
     a = virtual.tensor([2.0])
-    one, two = ms.parallel([lambda x, y: x + y, lambda x, y: x * y], a, y=3.0, device=context)
+    one, two = ms.manual.parallel([lambda x, y: x + y, lambda x, y: x * y], a, y=3.0, device=context)
     assert (virtual.read(one).item(), virtual.read(two).item()) == (5, 6)
-    assert ms.parallel([], a) == []
+    assert ms.manual.parallel([], a) == []
 
 
 def test_parallel_refuses_what_cannot_be_called():
     with pytest.raises(ArgumentError, match="Branch 1"):
-        ms.parallel([abs, 3], torch.ones(1))
+        ms.manual.parallel([abs, 3], torch.ones(1))
     with pytest.raises(ArgumentError, match="Branch 0"):
-        ms.Parallel([abs])
+        ms.manual.Parallel([abs])
 
 
 def test_parallel_module_has_its_branches_parameters():
-    model = ms.Parallel(nn.ModuleList([nn.Linear(2, 3), nn.Linear(2, 4)]))
+    model = ms.manual.Parallel(nn.ModuleList([nn.Linear(2, 3), nn.Linear(2, 4)]))
     assert [tuple(y.shape) for y in model(torch.ones(5, 2))] == [(5, 3), (5, 4)]
     assert len(list(model.parameters())) == 4
 

@@ -566,7 +566,7 @@ def other_settings(rank):
     before = copy.deepcopy(net.state_dict())
     try:
         train(ms.step(step), batches(rank, 1))
-    except ms.DataParallelError as error:
+    except ms.errors.DataParallelError as error:
         for name, value in net.state_dict().items():
             assert torch.equal(value, before[name])
         return str(error)
@@ -598,7 +598,7 @@ def other_hyperparameters(rank):
         step = ms.step(plain(model, make_optimizer(net.parameters())), data_parallel=not wraps)
         try:
             train(step, batches(rank, 1))
-        except ms.DataParallelError as error:
+        except ms.errors.DataParallelError as error:
             told.append(str(error))
         assert not wraps or all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     return told
@@ -609,7 +609,7 @@ def told_within(captured, rank, num_steps):
     for number, batch in enumerate(batches(rank, num_steps)):
         try:
             captured(*batch)
-        except ms.DataParallelError as error:
+        except ms.errors.DataParallelError as error:
             return str(error), number
     return "", num_steps
 
@@ -653,7 +653,7 @@ def unused_without_notice(rank):
     _, step = make(plain, sgd, {"unused": True}, {})
     try:
         train(ms.step(step), batches(rank, 1))
-    except ms.DataParallelError as error:
+    except ms.errors.DataParallelError as error:
         return str(error)
     return ""
 
@@ -957,7 +957,7 @@ def other_model(rank):
 
     try:
         ms.step(step, data_parallel=True)(torch.ones(3, 4))
-    except ms.DataParallelError as error:
+    except ms.errors.DataParallelError as error:
         assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
         return str(error)
     return ""
@@ -1075,7 +1075,7 @@ def until_another_dies(rank):
     try:
         while True:
             train(_training["step"], batches(rank, 50))
-    except ms.DataParallelError as error:
+    except ms.errors.DataParallelError as error:
         assert exchange.PROGRESS.last
         return str(error)
 
@@ -1120,7 +1120,7 @@ def uneven_feed(rank, how, over_network):
                 valid.append(feed.num_valid)
                 if how == "drop" and len(seen) == 2 and not passes:
                     break  # all leave at the same batch
-        except ms.FeedError as error:
+        except ms.errors.FeedError as error:
             told.append(str(error))
         passes.append(seen)
     return passes, valid, told, feed.state_dict()["position"]
@@ -1137,5 +1137,5 @@ def feed_that_fails_on_one(rank):
 
     try:
         return len([*ms.feed(loader(), "cpu", uneven="drop")])
-    except (ValueError, ms.FeedError) as error:
+    except (ValueError, ms.errors.FeedError) as error:
         return f"{type(error).__name__}: {error}"

@@ -295,7 +295,7 @@ def plant_faults(plan):
     last = max(launches[each] for each in readers)
     freed = next(i for i, step in enumerate(plan.steps) if isinstance(step, Free) and step.buffer == memory)
     for faulty in (move_step(plan, launches[gather.id], last), move_step(plan, freed, launches[readers[0]])):
-        with pytest.raises(ms.PlanError):
+        with pytest.raises(ms.errors.PlanError):
             check_plan(faulty)
 
 

@@ -197,11 +197,11 @@ def saved_and_loaded(rank, folder):
     train(interpreted(step, **how), data[:1])
     try:
         optimizer.load_state_dict(other)
-    except ms.DataParallelError as error:
+    except ms.errors.DataParallelError as error:
         told.append(str(error))
     try:
         optimizer.step()
-    except ms.DataParallelError as error:
+    except ms.errors.DataParallelError as error:
         told.append(str(error))
     return told
 
@@ -239,7 +239,7 @@ def gathers_alone(rank):
         return ""
     try:
         ms.full_state_dict(optimizer, timeout=0.5)
-    except ms.DataParallelError as error:
+    except ms.errors.DataParallelError as error:
         return str(error)
     return None
 

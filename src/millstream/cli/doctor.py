@@ -236,7 +236,7 @@ def _describe(compiled: object) -> str:
 def _assert_close(ours: list[float], theirs: list[float]) -> None:
     for a, b in zip(ours, theirs, strict=True):
         if not abs(a - b) <= TOLERANCE * max(1.0, abs(b)):
-            raise ms.InternalError(f"values differ from eager's: {a} and {b}")
+            raise ms.errors.InternalError(f"values differ from eager's: {a} and {b}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``ms.aux_streams``: streams within an operator."""
+"""``ms.manual.aux_streams``: streams within an operator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def aux_streams(
     operators. The auxiliary streams come after everything that was issued before the ``with``, and the current one
     after everything that was issued on them. What is made within is for the stream that made it until then.
 
-    >>> with ms.aux_streams(2) as (main, aux):
+    >>> with ms.manual.aux_streams(2) as (main, aux):
     ...     grad_input = grad @ weight  # on the current stream
     ...     with aux:
     ...         grad_weight = grad.T @ input  # beside it

@@ -1,4 +1,4 @@
-"""``ms.parallel`` and ``ms.Parallel``: branches and layers side by side."""
+"""``ms.manual.parallel`` and ``ms.manual.Parallel``: branches and layers side by side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parallel(
 ) -> list[Any]:
     """Call several functions or modules with the same arguments, each on a stream; return their results in order.
 
-    >>> image, text = ms.parallel([vision_tower, text_tower], batch)
+    >>> image, text = ms.manual.parallel([vision_tower, text_tower], batch)
 
     The streams start from the current one and are joined to it before this returns.
 
@@ -65,7 +65,8 @@ class Parallel(nn.Module):
         found = list(branches)
         for position, branch in enumerate(found):
             if not isinstance(branch, nn.Module):
-                raise ArgumentError(f"Branch {position} is {type(branch).__name__}, not a module; use ms.parallel.")
+                kind = type(branch).__name__
+                raise ArgumentError(f"Branch {position} is {kind}, not a module; use ms.manual.parallel.")
         self.branches = nn.ModuleList(found)
         self.num_streams = num_streams
 

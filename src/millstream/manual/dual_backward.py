@@ -1,4 +1,4 @@
-"""``ms.dual_stream_backward``: the two gradients of a layer side by side, in eager mode.
+"""``ms.manual.dual_stream_backward``: the two gradients of a layer side by side, in eager mode.
 
 The gradient for a layer's input is on the way to the rest of the backward pass, that for its weight and bias is not.
 Each is computed by the kernels that PyTorch would have used, the second on an auxiliary stream; the results are the

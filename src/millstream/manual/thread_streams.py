@@ -5,7 +5,7 @@ and used in another is waited for like any other. While the session is open, a m
 (autograd's threads included: PyTorch hands modes on to them), finds the stream that it runs on, and orders it.
 
 What the mode cannot see: kernels launched past PyTorch's dispatcher, as Triton's are. Their arguments are to be named
-with ``s.wait``, or by calling them through ``s[i](...)``, ``s.run`` or ``ms.parallel``.
+with ``s.wait``, or by calling them through ``s[i](...)``, ``s.run`` or ``ms.manual.parallel``.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class ContextLifetime:
             DeviceError: It is not.
         """
         if self.end:
-            raise DeviceError(f"The context of {self.place} {self.end}; ask ms.device_context for a new one.")
+            raise DeviceError(f"The context of {self.place} {self.end}; ask ms.device.context for a new one.")
 
 
 _capture = ForkSafeLock()
