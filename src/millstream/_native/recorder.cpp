@@ -316,6 +316,26 @@ static PyObject* millstream_record_resume(PyObject*, PyObject* const*, Py_ssize_
   Py_RETURN_NONE;
 }
 
+// Goes on in the midst of pauses, and gives how many there are, for ``return_to_pause``.
+static PyObject* millstream_record_leave_pause(PyObject*, PyObject* const*, Py_ssize_t) {
+  Recording* self = recording;
+  if (self == nullptr || PyThreadState_Get() != self->thread || self->num_pauses == 0) return PyLong_FromLong(0);
+  int before = self->num_pauses;
+  self->num_pauses = 0;
+  if (!self->is_replaced) install(self);
+  return PyLong_FromLong(before);
+}
+
+static PyObject* millstream_record_return_to_pause(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  Recording* self = recording;
+  if (self == nullptr || PyThreadState_Get() != self->thread) Py_RETURN_NONE;
+  int before = static_cast<int>(PyLong_AsLong(arguments[0]));
+  if (before == 0) Py_RETURN_NONE;
+  if (self->num_pauses == 0) uninstall(self);
+  self->num_pauses += before;
+  Py_RETURN_NONE;
+}
+
 // A function that runs unseen: ``self`` is a tuple of it and of what is asked, with the second argument, whether it is
 // to be seen nevertheless, or None. As a builtin it adds no frame of Python's.
 static PyObject* millstream_record_unseen(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
@@ -411,6 +431,8 @@ PyMethodDef of_recorder[] = {
     method("end_recording", millstream_record_end),
     method("pause_recording", millstream_record_pause),
     method("resume_recording", millstream_record_resume),
+    method("leave_pause", millstream_record_leave_pause),
+    method("return_to_pause", millstream_record_return_to_pause),
     method("code_begins", millstream_record_begins),
     method("instruction_begins", millstream_record_instruction),
     method("make_unseen", millstream_record_make_unseen),

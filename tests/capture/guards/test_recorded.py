@@ -11,6 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream.capture import Step
 from millstream.capture.record.instructions import why_not
@@ -108,7 +111,61 @@ def filters_of_warnings():  # which pytest puts back
     return lambda x: x * len(warnings.filters), lambda: warnings.filters.append(warnings.filters[-1])
 
 
+# What PyTorch calls in the midst of an operator.
+
+
+def within(call):
+    """A kind: what a function reads that ``call`` gives to PyTorch."""
+
+    def make():
+        holder = SimpleNamespace(v=1.5)
+        return lambda x: call(x, lambda y: y * holder.v), lambda: setattr(holder, "v", 2.5)
+
+    make.__name__ = call.__name__
+    return make
+
+
+@within
+def branch(x, function):
+    return torch.cond(x.sum() > 0, function, torch.neg, (x,))
+
+
+@within
+def turn_of_a_scan(x, function):
+    return scan(lambda total, y: (function(total) + y, y.clone()), x[0], x)[0]
+
+
+@within
+def what_autograd_saves(x, function):
+    x = x.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(function, lambda kept: kept):
+        y = x * x
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+@within
+def score_of_attention(x, function):
+    heads = torch.linspace(0, 1, 32).view(1, 1, 2, 16) * x.sum()
+    return flex_attention(heads, heads.sin(), heads.cos(), score_mod=lambda score, *_: function(score))
+
+
+@within
+def operator_in_a_mode(x, function):
+    class Other(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            return function(result) if func is torch.ops.aten.sin.default else result
+
+    with Other():
+        return x.sin()
+
+
 KINDS = [
+    branch,
+    turn_of_a_scan,
+    what_autograd_saves,
+    score_of_attention,
+    operator_in_a_mode,
     shape_by_a_computed_name,
     first_of_a_dict,
     first_of_a_list,

@@ -184,6 +184,20 @@ def unseen(function: Callable[..., T], *args: Any) -> T:
         library.resume_recording()
 
 
+@contextmanager
+def seen() -> Iterator[None]:
+    """For the length of the context, record what runs, in the midst of what is not: it is the user's code."""
+    library = _native.load("core")
+    if library is None:
+        yield
+        return
+    num_pauses = library.leave_pause()
+    try:
+        yield
+    finally:
+        library.return_to_pause(num_pauses)
+
+
 def run_unseen(function: Callable[..., Any], is_seen: Callable[[Any], bool] | None = None) -> Any:
     """The same method, of whose run nothing is seen, in no frame of its own.
 

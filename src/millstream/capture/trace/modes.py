@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import compress, repeat
 from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from millstream._torch.backward_hooks import is_active
@@ -48,7 +49,7 @@ from millstream.capture.lines import (
     raise_refusal,
     user_frames,
 )
-from millstream.capture.record.instructions import unseen
+from millstream.capture.record.instructions import seen, unseen
 from millstream.capture.state.executed import function_asking
 from millstream.capture.trace.flows import FLOWS, Flows, why_not_a_body
 from millstream.capture.trace.known_arrays import ARRAYS, ReadArrays
@@ -238,6 +239,8 @@ class FunctionWatch(TorchFunctionMode):
         if is_higher_order(func) and func.__name__ in FLOWS:
             result = self.flows.call(func.__name__, lambda *given: self._run(func, given, kwargs, leaves, None), args)
             return self._twins.reals_in(result)
+        if is_higher_order(func):
+            args, kwargs = tree_map_only(FunctionType, _recorded, (args, kwargs))
         return self._run(func, args, kwargs, leaves, asked)
 
     def _run(
@@ -260,9 +263,11 @@ class FunctionWatch(TorchFunctionMode):
         """A tensor whose value is not known is asked for it: a trace that sees ``float()`` might get on."""
         self._recorder.questions.num_converted += self.calling in ("__float__", "__int__")
 
-    def on(self, *_: Any) -> AbstractContextManager[Any]:
-        """Return what a backward pass and hooks run in: this mode, also if the call that led there came through it."""
-        return nullcontext() if is_active(self) else self
+    @contextmanager
+    def on(self, *_: Any) -> Iterator[None]:
+        """What the user's code runs in where PyTorch calls it: this mode, also if the call came through it."""
+        with seen(), nullcontext() if is_active(self) else self:
+            yield
 
     def _seen(self, function: Any) -> Any:
         """A function that PyTorch's Python is to call: it is given what the user's code has, and this mode is on."""
@@ -696,3 +701,14 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
     aten._amp_update_scale_.default: _update_scale,
 }
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that an operator is given, and calls where nothing is recorded."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with seen():
+            return function(*args, **kwargs)
+
+    return call
