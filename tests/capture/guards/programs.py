@@ -85,6 +85,7 @@ class Program:
         write: What it keeps, of ``WRITES``.
         effect: What it does on the host, of ``EFFECTS``.
         sizes: Lengths of the batches, one for each call.
+        trains: Whether it has a backward pass and an optimizer, which take most of the time to trace.
     """
 
     sites: tuple[Site, ...]
@@ -93,6 +94,7 @@ class Program:
     sizes: tuple[int, ...] = (2,) * 8
     momentum: float = 0.5
     is_cleared: bool = True
+    trains: bool = True
 
     @property
     def source(self) -> str:
@@ -125,11 +127,10 @@ class Program:
             *(f"    {line}" for line in body),
             f"    {kept}",
             "    loss = y.square().mean()",
-            "    loss.backward()",
-            "    opt.step()",
+            *(["    loss.backward()", "    opt.step()"] if self.trains else []),
             f"    {done}",
-            *(["    opt.zero_grad()"] if self.is_cleared else []),
-            "    return loss, y.sum()",
+            *(["    opt.zero_grad()"] if self.trains and self.is_cleared else []),
+            "    return loss.detach(), y.sum().detach()",
             *changes,
             f"return step, [w], lambda: {shown}"
             + "".join(f", (alter_{number}, reset_{number})" for number in range(len(self.sites))),
@@ -224,6 +225,11 @@ def frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def alone(cell: Cell) -> Program:
+    """A program that reads nothing else; it trains only where the cell is of the optimizer that does."""
+    return Program((Site(cell, "in the step", (4,)),), sizes=(2,) * 7, trains=cell.holder == "optimizer that steps")
 
 
 CALLS = 20

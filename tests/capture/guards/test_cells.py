@@ -3,7 +3,7 @@
 import pytest
 
 from tests.capture.guards.cells import CELLS
-from tests.capture.guards.programs import Program, Site, frozen, run
+from tests.capture.guards.programs import alone, frozen, run
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,5 +18,5 @@ def test_the_table_is_large_enough():
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_a_change_is_noticed(cell):
-    outcome = run(Program((Site(cell, "in the step", (4,)),), sizes=(2,) * 7))
+    outcome = run(alone(cell))
     assert outcome.is_captured, outcome.refusals
