@@ -339,3 +339,10 @@ def caller_of(error: BaseException, package: str) -> str | None:
         if is_users(frame.f_code.co_filename):
             place = f"{frame.f_code.co_filename}:{line}"
     return None
+
+
+def runs_for_us(frame: FrameType | None) -> bool:
+    """Return whether code of Python's library runs since code of ours has called it."""
+    while frame is not None and is_pythons(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and is_part_of_project(frame.f_code.co_filename)

@@ -381,17 +381,22 @@ def test_other_threads_are_not_recorded():
     assert not _has(record(step), vars(NS), ITEM, "v", 7)
 
 
-def test_nothing_is_recorded_in_a_pause():
-    recorder = Recorder(lambda filename: filename == __file__)
+def test_nothing_is_recorded_in_a_pause_but_what_the_users_code_does_in_its_midst():
+    recorder, box = Recorder(lambda filename: filename == __file__), {"v": 1}
+
+    def call():
+        with instructions.seen():
+            (lambda: box["v"])()  # noqa: PLC3002  a frame of its own
+        return NS.v
 
     def step():
-        with recorder.paused():
-            NS.v  # noqa: B018
+        instructions.unseen(instructions.unseen, call)
         return LIMIT
 
     with recorder.recording():
         step()
     assert not _has(recorder, vars(NS), ITEM, "v", 7)
+    assert _has(recorder, box, ITEM, "v", 1)
     assert _has(recorder, globals(), ITEM, "LIMIT", 0.25)
 
 
@@ -543,15 +548,14 @@ def test_code_that_began_in_a_pause_or_an_earlier_recording_is_seen():
     def read():
         return box["v"]
 
-    def function(recorder):
-        with recorder.paused():
-            read()
-            textwrap.dedent("")  # of no interest
+    def function():
+        instructions.unseen(read)
+        instructions.unseen(textwrap.dedent, "")  # of no interest
         return read()
 
     for _ in range(3):
         recorder = Recorder(lambda filename: filename == __file__)
         with recorder.recording():
-            function(recorder)
+            function()
         assert [each.key for each in recorder.reads if each.holder is box] == ["v"]
         assert textwrap.dedent.__code__ not in recorder.codes

@@ -107,18 +107,6 @@ class InstructionSession:
         elif is_replaced:
             self.failure = "the step has set a tracer"
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Nothing is seen of what this thread runs in the context."""
-        if self.failure or (library := _native.load("core")) is None:
-            yield
-            return
-        library.pause_recording()
-        try:
-            yield
-        finally:
-            library.resume_recording()
-
     # What Python's collector calls and finalizes is none of the step's.
 
     def _collection_starts(self, phase: str, _: dict[str, int]) -> None:

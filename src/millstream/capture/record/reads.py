@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import gc
 import threading
@@ -11,7 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from types import CellType, CodeType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType, SimpleNamespace
+from types import (
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 from xml.etree.ElementTree import Element
 
@@ -145,6 +155,15 @@ def own_dict(value: Any) -> dict[str, Any] | None:
     except AttributeError:
         return None
     return held if is_a(held, dict) else None
+
+
+def find_global(frame: FrameType, name: str) -> Iterator[Found]:
+    """A variable of a module, or what Python has by that name."""
+    space = frame.f_globals
+    value = space.get(name, MISSING)
+    yield space, Kind.ITEM, name, value, space
+    if value is MISSING and (held := vars(builtins)) is frame.f_builtins:
+        yield held, Kind.ITEM, name, held.get(name, MISSING), builtins
 
 
 def find_in_class(kind: type, name: str) -> tuple[list[Found], Any]:
