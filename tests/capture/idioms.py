@@ -419,7 +419,9 @@ def _(w):
 
 
 @warned(
-    "`out[mask]`, `mask.nonzero()`", "shape of a result depends on values", "`torch.where`, or a mask that multiplies"
+    "`out[mask]`, `mask.nonzero()` of a mask that depends on the batch",
+    "shape of a result depends on values",
+    "`torch.where`, or a mask that multiplies",
 )
 def _(w):
     def step(x):
@@ -491,14 +493,19 @@ def _(w):
     return step, random.getstate
 
 
-@captured("`x[np.random.permutation(n)]`, `x[random.sample(range(n), k)]`, `torch.from_numpy(rng.normal(size=...))`")
+@captured(
+    "`x[np.random.permutation(n)]`, `random.shuffle(order)`, `x[random.sample(range(n), k)]`,"
+    " `torch.from_numpy(rng.normal(size=...))`"
+)
 def _(w):
     rng = np.random.default_rng(0)
 
     def step(x):
         noise = torch.from_numpy(rng.normal(size=(4, 3)).astype(np.float32))
+        order = list(range(4))
+        random.shuffle(order)
         first = x[random.sample(range(4), 2)].sum()
-        return w.train(x[np.random.permutation(4)] + noise) + first
+        return w.train(x[np.random.permutation(4)] + noise[order]) + first
 
     return step, lambda: (rng.random(), random.getstate())
 
@@ -881,6 +888,23 @@ def _(w):
     def step(x):
         sims = F.normalize(w.model(x), dim=1) @ F.normalize(w.model(x * 0.9), dim=1).T / 0.1
         loss = F.cross_entropy(sims, torch.arange(x.size(0), device=x.device))
+        loss.backward()
+        w.opt.step()
+        w.opt.zero_grad()
+        return loss
+
+    return step, nothing
+
+
+@captured("masks that depend on no input: `sims[~torch.eye(n, dtype=torch.bool)]`, `torch.arange(n)[mask].tolist()`")
+def _(w):
+    def step(x):
+        n = len(x)
+        out = F.normalize(w.model(x), dim=1)
+        mask = torch.eye(n, dtype=torch.bool)
+        mask[0, 1:3] = True
+        columns = torch.arange(3)
+        loss = (out @ out.T)[~mask].logsumexp(0) + x[:, columns[columns != 1].tolist()].sum()
         loss.backward()
         w.opt.step()
         w.opt.zero_grad()

@@ -72,6 +72,13 @@ def _(w):
     return masked, multiplied
 
 
+@remedy("of a mask that stays the same, take the positions outside of the step")
+def _(w):
+    mask = torch.tensor([True, False, True, True, False, True])
+    positions = mask.nonzero(as_tuple=True)
+    return lambda x: w.finish(w.model(x)[mask].sum()), lambda x: w.finish(w.model(x)[positions].sum())
+
+
 @remedy("branches on a tensor's value, and its two ways")
 def _(w):
     def drawn(x):
@@ -656,8 +663,8 @@ def _(w):
     import random
 
     def python(x):
-        random.shuffle(order := [1.0, 2.0])
-        return w.finish(w.model(x).sum() * order[0])
+        random.shuffle(names := ["a", "b"])
+        return w.finish(w.model(x).sum() * (2 if names[0] == "a" else 1))
 
     def pytorch(x):
         return w.finish(w.model(x).sum() * torch.rand(()))

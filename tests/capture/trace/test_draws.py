@@ -205,7 +205,7 @@ REFUSED = {
         lambda x: x[random.randint(0, 30) // 10 :] * random.random(),
         "needs the very value of what random.randint",
     ),
-    "a shuffle": (lambda x: x * random.random() * (random.shuffle([1, 2, 3]) or 1), "calls random.shuffle"),
+    "a shuffle": (lambda x: x * random.random() * (np.random.shuffle(np.arange(3)) or 1), "calls numpy.random.shuffle"),
     "branches": (lambda x: [x if random.random() < 0.5 else -x for _ in range(5)], "more than 8 ways"),
     "a state": (lambda x: x * (random.random() + len(random.getstate())), "calls random.getstate"),
 }

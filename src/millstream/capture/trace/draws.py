@@ -52,6 +52,7 @@ class Draws:
         device: Of the graph.
         given: What the first ones are to be; the others are drawn.
         refuse: Told why the step cannot be captured, as the program may catch that.
+        is_before: Whether a list was there before the step, or may have been.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Draws:
         device: torch.device,
         given: Sequence[Any],
         refuse: Callable[[CaptureError], object],
+        is_before: Callable[[Any], bool],
     ) -> None:
         self._questions, self._recorder, self._device = questions, recorder, device
+        self._is_before = is_before
         self._given, self._refuse = given, refuse
         self._copies: dict[int, Any] = {}
         self._forbidden: CaptureError | None = None
@@ -92,11 +95,18 @@ class Draws:
             if not self.is_asked_by_step:  # somebody else may have kept this function
                 return getattr(generator, name)(*args, **kwargs)
             operands = [*args, *kwargs.values()]
+            if name == "shuffle" and len(operands) == 1 and self._can_shuffle(operands[0]):
+                operands[0][:] = self._drawn(generator, name, label, [*operands[0]], ())
+                return None
             if name in _CHANGING or not all(map(_is_known, operands)):
                 self.refuse(f"calls {label}")
             return self._drawn(generator, name, label, operands, tuple(kwargs))
 
         return draw
+
+    def _can_shuffle(self, items: Any) -> bool:
+        """Whether it is a list of numbers that the step has made."""
+        return type(items) is list and all(map(is_number, items)) and _is_known(items) and not self._is_before(items)
 
     @property
     def is_asked_by_step(self) -> bool:
@@ -140,11 +150,10 @@ class Draws:
         if self._forbidden is not None:
             self._raise(self._forbidden)
         questions = self._questions
-        of = Apply(
-            _with_names(getattr(generator, name), names), tuple(expression_of(each, questions) for each in operands)
-        )
+        method = _method(generator, name)
+        of = Apply(_with_names(method, names), tuple(expression_of(each, questions) for each in operands))
         plain = evaluate(operands, attrgetter("value"))
-        value = unseen(_with_names(getattr(self._copies[id(generator)], name), names), *plain)
+        value = unseen(_with_names(_method(self._copies[id(generator)], name), names), *plain)
         if len(questions.drawn) < len(self._given):
             value = self._given[len(questions.drawn)]
         num_values = _num_values(name, plain[: len(plain) - len(names)]) if not has_scalars(operands) else None
@@ -213,6 +222,16 @@ def _is_known(operand: Any) -> bool:
     if is_tensor(operand) or (is_known_later(operand) and not is_scalar(operand)):
         return False
     return all(each.is_known for each in scalars_in([operand]))
+
+
+def _method(generator: Any, name: str) -> Callable[..., Any]:
+    """A method that gives what it draws."""
+    return functools.partial(_shuffled, generator) if name == "shuffle" else getattr(generator, name)
+
+
+def _shuffled(generator: Any, *items: Any) -> list[Any]:
+    generator.shuffle(shuffled := [*items])
+    return shuffled
 
 
 def _with_names(method: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:

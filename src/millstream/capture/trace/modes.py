@@ -53,6 +53,7 @@ from millstream.capture.record.instructions import seen, unseen
 from millstream.capture.state.executed import function_asking
 from millstream.capture.trace.flows import FLOWS, Flows, why_not_a_body
 from millstream.capture.trace.known_arrays import ARRAYS, ReadArrays
+from millstream.capture.trace.known_values import LIFTS, KnownValues
 from millstream.capture.trace.numpy_arrays import LaterArray, array_of
 from millstream.capture.trace.scalar_functions import run_with_scalars
 from millstream.capture.trace.scalars import GraphScalar
@@ -119,7 +120,10 @@ READ_REMEDY = (
     "Read it with .item(), whose value can be formatted, logged, stored and returned, or outside of the step; for a"
     " branch use torch.where."
 )
-SHAPE_REMEDY = "Use torch.where or a mask that multiplies, so that shapes do not depend on values."
+SHAPE_REMEDY = (
+    "Use torch.where or a mask that multiplies, so that shapes do not depend on values; of a mask that stays the same,"
+    " take the positions outside of the step: mask.nonzero(as_tuple=True)."
+)
 
 
 class ForeignTensor(Exception):  # noqa: N818 - a message to the tracer, which lifts the tensor and starts again
@@ -151,6 +155,7 @@ class FunctionWatch(TorchFunctionMode):
         asked: By id, tensors of which the program has read what neither arguments nor inputs are compared by.
         shards: Which are rows of sharded parameters.
         arrays: NumPy's, as tensors.
+        values: What is known of tensors' values.
     """
 
     def __init__(
@@ -180,6 +185,7 @@ class FunctionWatch(TorchFunctionMode):
         self.flows = Flows(twins, self.on, self._fail)
         self.shards = Shards(twins, self._fail)
         self.arrays = ReadArrays(recorder.questions, lambda: self._fail(*_NUMPY_READ))
+        self.values = KnownValues()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -230,6 +236,8 @@ class FunctionWatch(TorchFunctionMode):
             args, kwargs = self.flows.replaced(args), self.flows.replaced(kwargs)
         if name in _INDEXING and any(map(issubclass, map(type, leaves), repeat(_KNOWN))):
             args = (args[0], self.arrays.key(args[1], args[0].device), *args[2:])
+        if name == "__getitem__" and not self.flows.is_inside:
+            args = (args[0], self.values.masks_replaced(args[1]))
         return args, kwargs
 
     def _call(
@@ -298,6 +306,8 @@ class FunctionWatch(TorchFunctionMode):
         """Return what can be said of a tensor without values; ``NotImplemented`` if that is for PyTorch to say."""
         if self.flows.is_inside and name in VALUE_READERS:
             self._fail("A function that control flow is given reads a tensor's value.", READ_REMEDY)
+        if name in _READ and (value := unseen(self.values.read, tensor, name)) is not NotImplemented:
+            return value
         if name == "tolist":
             with self:  # which sees each number
                 return FakeTensor.tolist(tensor)  # type: ignore[arg-type]
@@ -363,6 +373,7 @@ class FunctionWatch(TorchFunctionMode):
             before, after = tensor.detach(), value.detach()
         func(tensor, after)
         mean_what(tensor, after)
+        self.values.forget(tensor, value)
         self.moved.setdefault(id(given), (tensor, before))
 
     def _note_used(self, leaves: Sequence[Any]) -> None:
@@ -409,6 +420,8 @@ _FUNCTIONS = FunctionType, MethodType, functools.partial, nn.Module
 
 _TO_HOST = frozenset({"cpu", "to", "detach"})
 """Functions that give a tensor on the host that is one on a device."""
+
+_READ = frozenset({"item", "tolist", "__bool__"})
 
 _ANSWERED = frozenset({"item", "__repr__", "__format__", "tolist", "__bool__", "__deepcopy__"})
 """What is asked of a tensor that has no values, and can be had after the replay or in another way."""
@@ -525,8 +538,32 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_targets(func, args)
         self._check_switches(func, args)
-        if func not in _LIFTS:
+        if func not in LIFTS:
             args, kwargs = self._fakes_in(args, kwargs)
+        self._check_captured(func, args)
+        last = next(iter(reversed(self._graph.nodes)))
+        try:
+            replacement = _REPLACEMENTS.get(func)
+            if replacement is not None:
+                return replacement(*args, **kwargs)
+            if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+                result = self._run_random(func, args, kwargs)
+            elif (known := self._functions.values.computed(func, args, kwargs)) is not NotImplemented:
+                return known
+            elif (outcome := self._outcome(func, args)) is not None:
+                return outcome
+            else:
+                result = func(*args, **kwargs)
+            return self._followed(func, args, kwargs, result)
+        except VALUE_NEEDED:
+            self._fail_at(func)
+        finally:
+            self._note_line(last)
+            if is_higher_order(func):
+                self._check_bodies(func, last)
+
+    def _check_captured(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Refuse operators that are no part of a graph."""
         if getattr(func, "overloadpacket", None) is aten.set_:
             self._functions.fail_at_memory("set_")
         if getattr(func, "namespace", "") in _COLLECTIVES:
@@ -544,25 +581,13 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"The step uses the higher-order operator {func.name()}, which is not captured.",
                 "Use torch.where, or write out what it does.",
             )
-        last = next(iter(reversed(self._graph.nodes)))
-        try:
-            replacement = _REPLACEMENTS.get(func)
-            if replacement is not None:
-                return replacement(*args, **kwargs)
-            if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-                result = self._run_random(func, args, kwargs)
-            elif (outcome := self._outcome(func, args)) is not None:
-                return outcome
-            else:
-                result = func(*args, **kwargs)
-            self._uniform.see(func, args, result, self._graph)
-            return result
-        except VALUE_NEEDED:
-            self._fail_at(func)
-        finally:
-            self._note_line(last)
-            if is_higher_order(func):
-                self._check_bodies(func, last)
+
+    def _followed(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """The result of an operator, noted where its values are known."""
+        self._uniform.see(operator, args, result, self._graph)
+        if not self._functions.flows.is_inside:
+            self._functions.values.see(operator, args, kwargs, result)
+        return result
 
     def _check_bodies(self, operator: Any, last: fx.Node) -> None:
         """Refuse functions that are no part of the graph."""
@@ -693,9 +718,6 @@ _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 _HIGHER_ORDER = frozenset({"flex_attention", "flex_attention_backward"})
 """Operators with functions for arguments that TorchInductor compiles within a graph."""
-
-_LIFTS = frozenset({aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default})
-"""Operators that turn a constant of the program into a tensor of the graph."""
 
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,

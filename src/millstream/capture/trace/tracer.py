@@ -279,7 +279,8 @@ class _Tracer:
             )
             self.mode = self.sizes.mode
             self.questions.num_before += sum(map(len, self.sizes.shapes))
-        self.draws = Draws(self.questions, self.recorder, device, request.drawn, self._note_failure)
+        seems_before = self.record.seems_before
+        self.draws = Draws(self.questions, self.recorder, device, request.drawn, self._note_failure, seems_before)
         self.clocks = Clocks(self.recorder, self._on_impure)
         self.stand_ins = StandIns(self.draws.stand_in, self.clocks.stand_in)
 
