@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from millstream.capture import Step
-from millstream.errors import CaptureError
+from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import assert_same, interpret
 
 
@@ -79,8 +79,30 @@ def test_a_cache_too_small_ends_in_eager_mode():
 
     captured = Step(lambda x: x + ones(2)[:1] + ones(3)[:1], build=interpret)
     with pytest.warns(UserWarning, match="creates new state .ones's cache. again and again"):
-        for _ in range(25):
+        for _ in range(5):
             assert captured(torch.zeros(1)).tolist() == [2]
+    assert captured.fallbacks
+
+
+def test_a_cache_that_eager_calls_do_not_ask_is_named_with_its_line():
+    @functools.lru_cache
+    def names(count):
+        return ["rows"] * count
+
+    def step(x):
+        if x.sum() > 0:
+            return x + len(names(3))
+        return x * 2
+
+    captured = Step(step, build=interpret)
+    with pytest.warns(FallbackWarning, match="names's cache") as told:
+        for _ in range(5):
+            assert_same(captured(torch.zeros(1)), torch.zeros(1))
+    assert len(told) == 1
+    assert f"test_caches.py:{step.__code__.co_firstlineno + 2}" in str(told[0].message)
+    followed = Step(lambda x: x + len(names.__wrapped__(3)) if x.sum() > 0 else x * 2, build=interpret, strict=True)
+    assert_same([followed(torch.zeros(1)) for _ in range(3)], [torch.zeros(1)] * 3)
+    assert followed.graphs
 
 
 @pytest.mark.parametrize("maxsize", [None, 1, 0])

@@ -12,6 +12,7 @@ import copy
 import functools
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -105,6 +106,9 @@ MAX_FIRST = 8
 MAX_UNREADY = 20
 """Calls that may run eagerly while an optimizer has no state: a GradScaler skips steps until it finds its scale."""
 
+MAX_MISSED = 3
+"""Calls alike that may run eagerly because a cache has no answer: a step may ask it in the other way of a branch."""
+
 QUICKEN_EVERY = 32
 """Runs of a graph on the host after which it is asked whether compiled code can check it by now."""
 
@@ -193,6 +197,7 @@ class Step(Generic[P, R]):
         self._stepped: dict[int, Optimizer] = {}
         self._has_run = False
         self._num_unready = self._num_one_shot = self._num_first = 0
+        self._missed: Counter[Any] = Counter()
         self._num_fruitless = 0
         self._why = "Its arguments have another structure, shape or dtype every time."
         self._compared: CaptureError | None = None  # why there is a graph for each number that changes
@@ -320,10 +325,16 @@ class Step(Generic[P, R]):
         except EagerFirst:
             pass
         except StateMissing as missing:
-            if self._num_unready == MAX_UNREADY:
-                error = CaptureError(
-                    f"The step creates new state ({missing}) again and again.",
-                    remedy="Give every parameter a gradient in the first call, and caches room for all they are asked.",
+            if self._num_unready == MAX_UNREADY or self._has_missed(call, missing):
+                error = self._with_region(
+                    CaptureError(
+                        f"The step creates new state ({missing.name}) again and again.",
+                        where=missing.where,
+                        remedy=(
+                            "Give every parameter a gradient in the first call, and caches room for all they are asked;"
+                            " call function.__wrapped__ where the step asks a cache in some calls only."
+                        ),
+                    )
                 )
         except FirstChange as change:
             self._num_first += 1
@@ -340,6 +351,12 @@ class Step(Generic[P, R]):
         if done is not None:  # what it raises, as by effects, is the user's own
             return done()
         return self._run_watching(call) if error is None else self._fall_back(call, error)
+
+    def _has_missed(self, call: StepCall, missing: StateMissing) -> bool:
+        """Whether a cache has had no answer too often, though eager calls like this one have come in between."""
+        if missing.where:
+            self._missed[call.key, missing.name] += 1
+        return self._missed[call.key, missing.name] >= MAX_MISSED
 
     def _roots(self, call: StepCall) -> Iterator[tuple[str, Any]]:
         yield self._name, self.function

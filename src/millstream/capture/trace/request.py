@@ -124,8 +124,12 @@ class NoGraph(Exception):  # noqa: N818 - to the step, which knows what to do: i
     """No graph could be traced this time."""
 
 
+@dataclass(eq=False)
 class StateMissing(NoGraph):
     """State would be created now, of an optimizer or in a cache: only an eager call can give it values."""
+
+    name: str
+    where: str = ""  # of what a cache has no answer for: an eager call brings one, unless it goes another way
 
 
 class EagerFirst(NoGraph):

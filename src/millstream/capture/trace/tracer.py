@@ -421,7 +421,7 @@ class _Tracer:
                 self.changes = Changes(request, self.questions, self.recorder, self.snapshot, self.record, self.numbers)
                 self.leaving = Leaving(request, self.recorder, self.record, self._report)
                 cached = request.found.cached
-                self.caches = CachesUnfilled(cached, lambda name: self._report(StateMissing(f"{name}'s cache")))
+                self.caches = CachesUnfilled(cached, lambda name: self._report(StateMissing(f"{name}'s cache", here())))
                 with (
                     reads_of_wrappers(self.wrapper_reads),
                     self._optimizers_watched(spared),
@@ -649,7 +649,7 @@ class _Tracer:
             if not any(map(is_type_of_tracing, asked)):  # for which an eager call would bring no answer
                 if new := self.changes.numbers_missing():
                     self._report(NumbersChanged(new))
-                self._report(StateMissing(f"{frame.f_code.co_name}'s cache"))
+                self._report(StateMissing(f"{frame.f_code.co_name}'s cache", here(num_left_out=1)))
         self._check_comparisons(frame)
         self._check_leaves(frame)
 
