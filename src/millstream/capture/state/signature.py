@@ -91,7 +91,7 @@ def whole_form_of(value: Any) -> Any:
 
 def key_of_tensors(values: Sequence[Any]) -> tuple[Any, ...] | None:
     """The key of a call with tensors only, no two the same, whose number is its form; ``None`` for other calls."""
-    if has_same(values) or {*map(type, values)} - {Tensor}:
+    if {*map(type, values)} - {Tensor} or (len(values) > 1 and has_same(values)):
         return None
     return key_of(len(values), values)
 

@@ -26,7 +26,7 @@ from millstream._torch.active_modes import ambient
 from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.dispatcher import FORWARD_AD, innermost_transform
 from millstream._torch.distributed.fully_sharded import LEFT_WHOLE, any_sharded, reshard_left
-from millstream._torch.distributed.wrappers import watch_wrapping
+from millstream._torch.distributed.wrappers import is_distributed_run, watch_wrapping
 from millstream._torch.hooks import OwnHook
 from millstream._torch.switches import present
 from millstream._torch.tensors import has_shared_memory
@@ -446,7 +446,10 @@ class Step(Generic[P, R]):
             adopt_sharded(module for _, module in found.modules)
 
         is_open = not all(argument.is_leaf for argument in arguments)  # gradients are to reach beyond the step
-        with ReducedRun(self._replica, lambda: self._optimizers(self._calls.make(args, kwargs))).active():
+        if is_distributed_run():
+            with ReducedRun(self._replica, lambda: self._optimizers(self._calls.make(args, kwargs))).active():
+                result = self.function(*args, **kwargs)
+        else:
             result = self.function(*args, **kwargs)
         return result if is_open else self._result_of(result, args, kwargs)
 
@@ -894,6 +897,8 @@ def _detached(result: Any, own: Callable[[], Container[int]]) -> Any:
         result: Of an eager call.
         own: Gives, by id, tensors of the caller's own, which are returned as they are.
     """
+    if type(result) is Tensor and not result.is_leaf:  # as a loss is
+        return result.detach().clone() if result._is_view() else result.detach()
     structure, leaves = tree_flatten(result)
     if all(leaf.is_leaf and not has_shared_memory(leaf) for leaf in leaves):
         return result
