@@ -493,10 +493,7 @@ def _(w):
     return step, random.getstate
 
 
-@captured(
-    "`x[np.random.permutation(n)]`, `random.shuffle(order)`, `x[random.sample(range(n), k)]`,"
-    " `torch.from_numpy(rng.normal(size=...))`"
-)
+@captured("`x[np.random.permutation(n)]`, `random.shuffle(order)`, `torch.from_numpy(rng.normal(size=...))`")
 def _(w):
     rng = np.random.default_rng(0)
 
