@@ -111,6 +111,42 @@ def filters_of_warnings():  # which pytest puts back
     return lambda x: x * len(warnings.filters), lambda: warnings.filters.append(warnings.filters[-1])
 
 
+class Number:
+    """An object that PyTorch's C++ asks for an index."""
+
+    v = 1
+
+    def __index__(self):
+        return self.v
+
+
+class Numbers:
+    """The same, for its items."""
+
+    v = 1
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return range(self.v, self.v + 2)[index]
+
+
+def index_that_an_object_gives():
+    asked, rows = Number(), torch.tensor([[0.0], [1.0], [2.0]])
+    return lambda x: x * rows[asked], lambda: setattr(asked, "v", 2)
+
+
+def slice_to_what_an_object_gives():
+    asked, rows = Number(), torch.tensor([[5.0], [1.0], [2.0]])
+    return lambda x: x * rows[: asked : Number()].sum(), lambda: setattr(asked, "v", 2)
+
+
+def items_that_an_object_gives():
+    asked = Numbers()
+    return lambda x: x * torch.tensor(asked).sum(), lambda: setattr(asked, "v", 2)
+
+
 # What PyTorch calls in the midst of an operator.
 
 
@@ -161,6 +197,9 @@ def operator_in_a_mode(x, function):
 
 
 KINDS = [
+    index_that_an_object_gives,
+    slice_to_what_an_object_gives,
+    items_that_an_object_gives,
     branch,
     turn_of_a_scan,
     what_autograd_saves,

@@ -258,7 +258,8 @@ class FunctionWatch(TorchFunctionMode):
         try:
             if any(map(issubclass, map(type, leaves), repeat(GraphScalar))):
                 return self._for_this_thread(run_with_scalars(func, args, kwargs))
-            result = self._for_this_thread(func(*args, **kwargs))
+            with seen() if any(map(_answers, leaves)) else nullcontext():
+                result = self._for_this_thread(func(*args, **kwargs))
             if self.calling in _TO_HOST:
                 self._note_move(args[0], result)
             if asked is not None and (asked in GIVE_SIZES or type(result) in ARE_SIZES):
@@ -677,6 +678,20 @@ def _leaves(values: Sequence[Any]) -> Sequence[Any]:
     if not any(map(isinstance, values, repeat((list, tuple)))):
         return values
     return [leaf for value in values for leaf in (_leaves(value) if isinstance(value, list | tuple) else (value,))]
+
+
+def _answers(value: Any) -> bool:
+    """Return whether PyTorch's C++ asks an object by methods that the user has written, as for an index."""
+    if (kind := type(value)) is slice:
+        return _answers(value.start) or _answers(value.stop) or _answers(value.step)
+    if kind in _PLAIN or kind.__module__.partition(".")[0] in _LIBRARIES:
+        return False
+    return any(isinstance(vars(base).get(name), FunctionType) for base in kind.__mro__ for name in _ASKING)
+
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, FakeTensor, Tensor})
+_LIBRARIES = frozenset({"torch", "millstream", "numpy", "sympy"})
+_ASKING = "__index__ __int__ __float__ __complex__ __bool__ __len__ __getitem__ __iter__ __array__".split()
 
 
 def _on_host(args: tuple[Any, ...]) -> bool:
