@@ -322,6 +322,7 @@ class Step(Generic[P, R]):
         done: Callable[[], Any] | None = None
         try:
             done = functools.partial(StepGraph.finish, *self._capture_objects(call))
+            self._missed.clear()
         except EagerFirst:
             pass
         except StateMissing as missing:

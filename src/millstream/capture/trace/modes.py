@@ -149,6 +149,7 @@ class FunctionWatch(TorchFunctionMode):
         on_unlifted: Called with such a one that is given to a function, or of which an attribute is read; raises.
 
     Attributes:
+        branches: Lines of those on values that the step has met; may be set, and grow, later.
         calling: Name of the PyTorch function that runs now.
         moved: By id, tensors whose ``.data`` was assigned, and what has the memory that they had at first.
         looked_at: By id, lifted tensors that were given to any function, or of which an attribute was read.
@@ -170,6 +171,7 @@ class FunctionWatch(TorchFunctionMode):
         on_unlifted: Callable[[Tensor], NoReturn] | None = None,
     ) -> None:
         super().__init__()
+        self.branches: Sequence[str] = ()
         self._unlifted, self._on_unlifted = unlifted, on_unlifted
         self._kind = kind
         self._twins = twins
@@ -307,7 +309,8 @@ class FunctionWatch(TorchFunctionMode):
         """Return what can be said of a tensor without values; ``NotImplemented`` if that is for PyTorch to say."""
         if self.flows.is_inside and name in VALUE_READERS:
             self._fail("A function that control flow is given reads a tensor's value.", READ_REMEDY)
-        if name in _READ and (value := unseen(self.values.read, tensor, name)) is not NotImplemented:
+        is_read = name in _READ and not (name == "item" and self.branches)  # what is read there may be another way's
+        if is_read and (value := unseen(self.values.read, tensor, name)) is not NotImplemented:
             return value
         if name == "tolist":
             with self:  # which sees each number

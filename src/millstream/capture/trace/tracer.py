@@ -470,7 +470,6 @@ class _Tracer:
 
     def _record(self, inputs: list[Tensor]) -> fx.GraphModule:
         randoms = RandomRecords()
-        watched = {id(entry.tensor) for entry in self.request.state}
 
         def run_step() -> Any:
             numbers = (number.location.get() for number in self.request.numbers if number.is_argument)
@@ -500,13 +499,14 @@ class _Tracer:
             functions = FunctionWatch(
                 self._note_failure,
                 self.twins,
-                watched,
+                {id(entry.tensor) for entry in self.request.state},
                 self.recorder,
                 self.sizes,
                 self.kind,
                 self.unlifted,
                 self._on_unlifted,
             )
+            functions.branches = self.ways.lines
             with (
                 OperatorWatch(
                     self._note_failure,
