@@ -13,16 +13,28 @@ from torch import nn
 
 from millstream.capture import Step
 from millstream.capture.guards import native
+from millstream.capture.guards.guards import Guards
 from millstream.errors import FallbackWarning
 from tests.capture.worlds import World, batches, check, interpret, plain
 from tests.processes import output_of
 
 
-@pytest.fixture(autouse=True, params=["compiled", "python"])
-def _way(request, monkeypatch):
-    """Both ways to check notice the same: the compiled one, which steps on a device use, and the one in Python."""
-    if request.param == "compiled":
-        monkeypatch.setattr(native, "DEVICES", frozenset({"cpu"}))
+@pytest.fixture(autouse=True)
+def _both_ways(monkeypatch):
+    """Compiled checks, which steps on a device use, and those in Python notice the same in each call."""
+    monkeypatch.setattr(native, "DEVICES", frozenset({"cpu"}))
+    hold = Guards.hold
+
+    def hold_both(guards):
+        found, quick = hold(guards), guards.quick
+        guards.quick = None
+        try:
+            assert (hold(guards) is None) is (found is None)
+        finally:
+            guards.quick = quick
+        return found
+
+    monkeypatch.setattr(Guards, "hold", hold_both)
 
 
 class Net(nn.Module):
