@@ -2,7 +2,8 @@
 
 An operator that is made to work in place on an input leaves its result there. Where the graph returns that result, as
 ``y = x.clone(); y[0] = 1; x.zero_(); return y`` does once the clone is gone, the caller gets what is written there
-later, by this call or the next one. So it does where the graph returns a copy that changes nothing (``x * 1``).
+later, by this call or the next one. So it does where the graph returns a copy that changes nothing (``x * 1``), or what
+such a copy was made of: ``y = x.clone(); y[0] = 1; x.copy_(y); return y``.
 
 Results that share memory with an input's new value since autograd, as a returned ``x`` or a view of it, stay as they
 are: they stand for the input itself. So do values for the backward pass that share it, as in eager PyTorch.
@@ -46,9 +47,10 @@ def _keeping_results(module: Any, name: str) -> Iterator[None]:
 
     def leave_in_results(graph: Any, *args: Any) -> None:
         output = (graph.graph if isinstance(graph, fx.GraphModule) else graph).output_node()
-        before = [memory_of(value) for value in _results(output)]
+        before, stored = [memory_of(value) for value in _results(output)], _stored(output)
         leave_out(graph, *args)
-        _change_results(output, lambda position, value: memory_of(value) is not before[position])
+        now = _stored(output) - stored
+        _change_results(output, lambda position, value: memory_of(value) is not before[position] or position in now)
 
     with replaced(module, name, leave_in_results):
         yield
@@ -71,6 +73,12 @@ def _change_results(output: fx.Node, is_copied: Callable[[int, fx.Node], bool]) 
     ]
     if results != _results(output):
         output.args = (tuple(results) if isinstance(output.args[0], (list, tuple)) else results[0],)
+
+
+def _stored(output: fx.Node) -> set[int]:
+    """Positions of results that are what an input is written with, and no copy of it."""
+    values = {memory_of(copy.value) for copy in find_copies(output.graph)}
+    return {position for position, value in enumerate(_results(output)) if memory_of(value) in values}
 
 
 def _results(output: fx.Node) -> list[Any]:
