@@ -154,6 +154,20 @@ def return_edited(a, b, c, x):
     return edited, b.clone(), torch.slice_scatter(a, x[:2], 0, 1, 3)
 
 
+def store_edited(a, b, c, x):
+    edited = a.clone()
+    edited[1:] = x[1:]
+    a.copy_(edited)
+    return edited
+
+
+def write_twice(a, b, c, x):
+    b.copy_(a)
+    a[ROWS[:3]] = x[:3]
+    a[b > 0] = 0
+    return a.clone()
+
+
 FORMS = [
     remember,
     remember_data,
@@ -178,6 +192,8 @@ FORMS = [
     become_bits,
     return_old,
     return_edited,
+    store_edited,
+    write_twice,
 ]
 
 

@@ -377,7 +377,7 @@ SHOWN_BY = {
     "expanded-scatter": scatter_into_expanded,
     "fft-strides": transform_along_any_dimension,
     "pytorch#197829": lambda: test_copies.assert_right([test_copies.mix_in_place], "step"),
-    "pytorch#198094": lambda: test_copies.assert_right([test_copies.return_edited], "step"),
+    "pytorch#198094": lambda: test_copies.assert_right([test_copies.return_edited, test_copies.store_edited], "step"),
     "pytorch#198101": lambda: test_copies.assert_right([test_copies.read_bits], "compile", [1]),
     "pytorch#198131": lambda: test_copies.assert_right([test_copies.remember, test_copies.swap], "step"),
     "pytorch#198270": lambda: test_copies.assert_right([test_copies.flip_what_was_put], "step"),
@@ -386,6 +386,7 @@ SHOWN_BY = {
     "foreach-parts": lambda: test_ordering.test_items_made_from_one_value_do_not_wait_for_each_other(False),
     "foreach-reads": train_parameters_by_each_other,
     "parts-of-buffers": multiply_by_a_part,
+    "second-writes": lambda: test_copies.assert_right([test_copies.write_twice], "step"),
     "dropout-in-order": drop_channels,
     "checkpointed-randoms": lambda: test_equal_randoms.test_a_compiled_model_draws_what_eager_draws(
         test_equal_randoms.Checkpointed

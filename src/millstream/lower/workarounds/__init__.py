@@ -62,6 +62,7 @@ from millstream.lower.workarounds.kernels import (
     pytorch_197829,
     pytorch_198101,
     pytorch_198270,
+    second_writes,
 )
 from millstream.lower.workarounds.post_grad import pytorch_198094, pytorch_198131
 from millstream.passes.graph_pass import Pass
@@ -115,6 +116,7 @@ WORKAROUNDS: tuple[Workaround, ...] = (
     foreach_parts.WORKAROUND,
     foreach_reads.WORKAROUND,
     parts_of_buffers.WORKAROUND,
+    second_writes.WORKAROUND,
     float_of_size.WORKAROUND,
     checkpointed_randoms.WORKAROUND,
     dropout_in_order.WORKAROUND,
