@@ -12,6 +12,7 @@ from __future__ import annotations
 import _weakrefset
 import copy
 import functools
+import gc
 import queue
 import sys
 import threading
@@ -64,7 +65,7 @@ from millstream.capture.record.reads import (
     is_a,
     own_dict,
 )
-from millstream.capture.record.records import PLAIN, Records, ids_of_new
+from millstream.capture.record.record_store import PLAIN, Records, ids_of_new
 
 _CALLABLE_FIRST = sys.version_info >= (3, 13)
 
@@ -88,6 +89,7 @@ class Recorder(Records):
         super().__init__(roots, wanted)
         self._is_followed = is_followed
         self._session = InstructionSession()
+        self._of_collector: set[CodeType | None] = set()  # code that the garbage collector calls
         self._frame: FrameType
         self._argument: Any = None
 
@@ -118,6 +120,7 @@ class Recorder(Records):
             yield
             return
         is_whole, self._is_recording = False, True
+        self._of_collector = {getattr(each, "__code__", None) for each in gc.callbacks}
         try:
             with (
                 ids_of_new() as (self._new, self._has_made),
@@ -132,7 +135,7 @@ class Recorder(Records):
     def _follows(self, code: CodeType) -> bool:
         self._starts_threads |= code is threading.Thread.start.__code__
         is_of_weak = code.co_name in ("remove", "_remove") and code.co_filename in _WEAK
-        return self._is_followed(code.co_filename) and not is_of_weak
+        return self._is_followed(code.co_filename) and not is_of_weak and code not in self._of_collector
 
     # --- what is kept -------------------------------------------------------------------------------------------------
 
