@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._decomp import global_decomposition_table
+from torch._functorch import predispatch
 from torch._library.simple_registry import singleton
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -65,7 +66,12 @@ def is_expanded_later(operator: Any) -> bool:
 
 def replaced_by_others() -> list[str]:
     """Operators of PyTorch's in whose place tracing or lowering comes to Python code of others."""
-    found = {each for each in torch.library._impls if each.startswith(_OWN) and not each.endswith(_OF_DEVICES)}
+    late = getattr(predispatch.VMAP_DECOMPOSITIONS_LIB, "_op_impls", ())  # PyTorch's own, since ``vmap`` first ran
+    found = {
+        each
+        for each in torch.library._impls
+        if each.startswith(_OWN) and not each.endswith(_OF_DEVICES) and each not in late
+    }
     tables = [*global_decomposition_table.values()]
     for module, name in (("decomposition", "decompositions"), ("lowering", "lowerings")):
         if (loaded := sys.modules.get(f"torch._inductor.{module}")) is not None:  # or nobody has put anything there
