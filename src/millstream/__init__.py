@@ -92,7 +92,7 @@ _MOVED = {
     "device_context": "device",
     "device_guard": "device",
 }
-"""The module of each name that was here in 0.1: it goes in 0.2."""
+"""The modules that names have moved to; here each works, with a warning, until 0.2."""
 
 
 def __getattr__(name: str) -> Any:

@@ -695,6 +695,7 @@ def _answers(value: Any) -> bool:
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, FakeTensor, Tensor})
 _LIBRARIES = frozenset({"torch", "millstream", "numpy", "sympy"})
 _ASKING = "__index__ __int__ __float__ __complex__ __bool__ __len__ __getitem__ __iter__ __array__".split()
+"""Methods by which PyTorch's C++ asks an object for numbers and items."""
 
 
 def _on_host(args: tuple[Any, ...]) -> bool:
