@@ -43,6 +43,14 @@ class VirtualStream:
     def synchronize(self):
         self.device.run_until(self.query)
 
+    def __eq__(self, other):
+        return self is other
+
+    def __ne__(self, other):  # to PyTorch, no stream is unequal to None
+        return other is not None and self is not other
+
+    __hash__ = object.__hash__
+
     def __repr__(self):
         return self.name
 

@@ -76,7 +76,7 @@ class SharedGraphMemory:
     def enter(self) -> None:
         """Let the current stream wait for the one that ran a graph of this place last: graphs share memory."""
         stream = self._driver.current_stream()
-        if stream != self._stream:
+        if self._stream is None or stream != self._stream:  # to PyTorch, no stream is unequal to None
             if self._stream is not None:
                 self._events.order(self._stream, stream)
             self._stream = stream
