@@ -46,8 +46,9 @@ from millstream._torch.distributed.wrappers import (
 )
 from millstream._torch.hooks import OwnHook
 from millstream.data_parallel.reducer import Reducer, ReducerSettings
-from millstream.data_parallel.sharding.parameters import ShardedRun, adopt, agree, units
+from millstream.data_parallel.sharding.parameters import ShardedRun, adopt
 from millstream.data_parallel.sharding.sharded_reducer import ShardedReducer
+from millstream.data_parallel.sharding.units import agree, units
 from millstream.data_parallel.sync_batch_norm import group_of, normalize
 from millstream.errors import DataParallelError
 from millstream.locks import ForkSafeLock

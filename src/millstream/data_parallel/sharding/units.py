@@ -1,0 +1,244 @@
+"""Modules under ``fully_shard`` that all processes have agreed on: what each gathers and reduces together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from millstream._torch.distributed.collectives import EXCHANGE
+from millstream._torch.distributed.fully_sharded import (
+    Precision,
+    ShardedParameter,
+    device_of,
+    fully_sharded_modules,
+    gathers_again,
+    is_ready,
+    make_ready,
+    parameters_of,
+    precision_of,
+    processes_of,
+)
+from millstream._torch.tensors import FakeTensor
+from millstream.data_parallel.agreement import agreement_of
+from millstream.data_parallel.buckets import Bucket
+from millstream.data_parallel.exchange import Exchange, Sent, gather_over, scatter_over
+from millstream.data_parallel.sharding.norms import Norms
+from millstream.data_parallel.sharding.shard_layout import Layout, lay_out
+from millstream.errors import DataParallelError
+
+
+class Unit:
+    """A module under ``fully_shard``: what is gathered and reduced together.
+
+    Args:
+        module: The user's, after its first forward pass has begun.
+
+    Attributes:
+        module: As given.
+        name: For people.
+        parameters: Those that are gathered for it.
+        group: The processes; ``None`` where it has no parameters of its own.
+        precision: In which dtypes it computes.
+        device: Where.
+        gathers_again: Whether parameters are gathered anew for the backward pass.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.name = module, type(module).__name__.removeprefix("FSDP")
+        self.parameters: list[ShardedParameter] = parameters_of(module)
+        self.group = processes_of(module)
+        self.precision: Precision = precision_of(module)
+        self.device = device_of(module)
+        self.gathers_again = gathers_again(module)
+        if self.parameters:
+            self.name = f"{self.name} ({self.parameters[0].name}{', ...' if len(self.parameters) > 1 else ''})"
+        self._agreement, self.norms = None, None
+        if self.group is not None and self.size > 1:
+            self._agreement = agreement_of(self.group, on_gpu=self.device.type == "cuda")
+            self.norms = Norms(self.name, self.group, self._agreement)
+        self._gathers: dict[int, tuple[Layout, Exchange]] = {}
+        self._scatters: dict[tuple[int, tuple[int, ...]], tuple[Layout, Exchange]] = {}
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return dist.get_world_size(self.group)
+
+    def told(self) -> list[str]:
+        """What is to be the same in all processes."""
+        shapes = [f"{each.name}: {each.tensor.dtype} {list(each.shape)}" for each in self.parameters]
+        return [f"{self.name}: {self.precision}, gathered again: {self.gathers_again}", *shapes]
+
+    def gather(self, shards: Sequence[Tensor], time: int) -> list[Tensor]:
+        """Whole parameters.
+
+        Args:
+            shards: This process's rows of each.
+            time: How often the same step has gathered them before.
+        """
+        dtype = self.precision.parameters or shards[0].dtype
+        if time not in self._gathers:
+            self._gathers[time] = self._make_gather(dtype, time)
+        layout, exchange = self._gathers[time]
+        values = [each.detach().to(dtype) for each in shards if each.numel()]
+        values = values or [torch.zeros(1, dtype=dtype, device=self.device)]
+        (memory,) = self._perform(exchange, values)
+        chunks = memory.view(self.size, layout.chunk)
+        wholes = [chunks[:, rows.offset : rows.offset + rows.num_padded] for rows in layout.rows]
+        return [
+            each.reshape(-1)[: rows.shape[0] * rows.row].view(rows.shape)
+            for each, rows in zip(wholes, layout.rows, strict=True)
+        ]
+
+    def _make_gather(self, dtype: torch.dtype, time: int) -> tuple[Layout, Exchange]:
+        layout = lay_out([each.shape for each in self.parameters], dtype.itemsize, self.size)
+        start = self.rank * layout.chunk
+        own = [(start + rows.offset, rows.rows_of(self.rank)) for rows in layout.rows]
+        sent: list[Sent] = [(slice(first, first + prod(shape)), shape) for first, shape in own if prod(shape)]
+        again = f", time {time + 1}" if time else ""
+        exchange = self._exchange(
+            layout,
+            [torch.empty(self.size * layout.chunk, dtype=dtype, device="meta")],
+            [0],
+            gather_over,
+            f"parameters of {self.name}{again}",
+            sent or [slice(start, start + 1)],
+            is_paced=True,
+        )
+        return layout, exchange
+
+    def scatter(self, gradients: Sequence[Tensor | None], positions: tuple[int, ...], time: int) -> dict[int, Tensor]:
+        """The mean of gradients, in the rows that this process has.
+
+        Args:
+            gradients: Of the whole parameters; ``None`` where there is none.
+            positions: Of the parameters that take part.
+            time: How often the same step has reduced them before.
+
+        Returns:
+            By position, those of which this process had a gradient.
+        """
+        dtype = self.precision.gradients or self.precision.parameters or self.parameters[positions[0]].tensor.dtype
+        key = time, positions
+        if key not in self._scatters:
+            self._scatters[key] = self._make_scatter(dtype, positions, time)
+        layout, exchange = self._scatters[key]
+        parts: list[Tensor] = []
+        for index, (position, rows) in enumerate(zip(positions, layout.rows, strict=True)):
+            end = layout.rows[index + 1].offset if index + 1 < len(layout.rows) else layout.chunk
+            gradient, total = gradients[position], self.size * rows.num_padded
+            if gradient is None:
+                parts.append(torch.zeros(self.size, end - rows.offset, dtype=dtype, device=self.device))
+                continue
+            whole = (gradient.to(dtype) / self.size).reshape(-1)
+            whole = F.pad(whole, (0, total - whole.numel())).view(self.size, rows.num_padded)
+            parts.append(F.pad(whole, (0, end - rows.offset - rows.num_padded)))
+        results = self._perform(exchange, [torch.cat(parts, 1).reshape(-1)])
+        there = zip(positions, results, strict=True)
+        return {position: result for position, result in there if gradients[position] is not None}
+
+    def _make_scatter(self, dtype: torch.dtype, positions: tuple[int, ...], time: int) -> tuple[Layout, Exchange]:
+        layout = lay_out([self.parameters[each].shape for each in positions], dtype.itemsize, self.size)
+        start, total = self.rank * layout.chunk, self.size * layout.chunk
+        likes = [torch.empty(rows.rows_of(self.rank), dtype=dtype, device="meta") for rows in layout.rows]
+        again = f", time {time + 1}" if time else ""
+        offsets = [start + rows.offset for rows in layout.rows]
+        label = f"gradients of {self.name}{again}"
+        return layout, self._exchange(layout, likes, offsets, scatter_over, label, [slice(0, total)])
+
+    def _perform(self, exchange: Exchange, values: list[Tensor]) -> list[Tensor]:
+        results: list[Tensor] = EXCHANGE(values, exchange.key)
+        if not isinstance(results[0], FakeTensor):
+            exchange.held.give_back(self)  # unless segments use it: whole parameters are not to stay
+        return results
+
+    def _exchange(
+        self,
+        layout: Layout,
+        like: Sequence[Tensor],
+        offsets: Sequence[int],
+        over: Callable[..., Any],
+        label: str,
+        sent: Sequence[Sent],
+        *,
+        is_paced: bool = False,
+    ) -> Exchange:
+        assert self.group is not None
+        bucket = Bucket(tuple(range(len(like))), tuple(offsets), self.size * layout.chunk)
+        return Exchange(
+            bucket,
+            like,
+            self.group,
+            over,
+            label,
+            device=self.device,
+            agreement=self._agreement,
+            is_first=is_paced,  # so that processes agree before each gather
+            is_paced=is_paced,
+            sent=sent,
+        )
+
+
+_units: WeakKeyDictionary[nn.Module, Unit] = WeakKeyDictionary()
+
+
+def units() -> list[Unit]:
+    """All that are known."""
+    return [*_units.values()]
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """That of a module that is known."""
+    return _units[module]
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether all processes have agreed on it."""
+    return module in _units
+
+
+def agree(module: nn.Module) -> None:
+    """Compare a model under ``fully_shard`` with the other processes', who do the same at once.
+
+    Raises:
+        DataParallelError: They differ.
+    """
+    if not is_ready(module):
+        make_ready(module)
+    made = [Unit(each) for each in fully_sharded_modules([module]) if not is_known(each)]
+    groups = {id(unit.group): unit.group for unit in made if unit.group is not None}
+    for group in groups.values():
+        _compare([each for unit in made if unit.group is group for each in unit.told()], group, type(module).__name__)
+    _units.update((unit.module, unit) for unit in made)
+
+
+def _compare(mine: list[str], group: dist.ProcessGroup, name: str) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    everyone: list[list[str]] = [[]] * size
+    try:
+        dist.all_gather_object(everyone, mine, group=group)
+    except RuntimeError as error:
+        raise DataParallelError(
+            f"Rank {rank} could not compare {name} with the other processes: {error} One of them is gone or does not "
+            "answer; nothing has changed yet."
+        ) from error
+    for other, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            pairs: Iterator[tuple[str, str]] = zip(everyone[0], theirs, strict=False)
+            one, two = next(((a, b) for a, b in pairs if a != b), (f"{len(everyone[0])} entries", f"{len(theirs)}"))
+            raise DataParallelError(
+                f"{name} differs between processes: rank 0 has {one!r} where rank {other} has {two!r}. All must shard "
+                "the same model in the same way."
+            )
