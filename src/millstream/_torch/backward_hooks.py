@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from millstream._torch.tracing import leave_to_python
+from millstream._torch.one_thread import leave_to_python
 
 _lock = threading.Lock()
 _thread = threading.local()

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import checkpoint
 
-from millstream._torch.tracing import patched
+from millstream._torch.one_thread import patched
 from millstream.errors import InternalError
 
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils.hooks import RemovableHandle
 
-from millstream._torch.tracing import reads_seen
+from millstream._torch.one_thread import reads_seen
 
 
 def count_hooks() -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from millstream._torch.tracing import patched
+from millstream._torch.one_thread import patched
 
 
 @contextlib.contextmanager

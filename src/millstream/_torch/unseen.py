@@ -20,7 +20,7 @@ from torch.autograd.function import BackwardCFunction, Function, FunctionCtx, Fu
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millstream._torch.tracing import attributes_here, leave_to_python, patched
+from millstream._torch.one_thread import attributes_here, leave_to_python, patched
 
 Other = Callable[[Any], Any]
 """Gives a value with the other tensors in it, also in lists and tuples; in threads that do not trace, what it is."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from millstream._torch.one_thread import OneThreads
 from millstream._torch.switches import present
-from millstream._torch.tracing import OneThreads
 
 
 def is_compiling() -> bool:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from types import FrameType
 from typing import Any
 
-from millstream._torch.tracing import attributes_here, leave_to_python, patched, reads_seen
+from millstream._torch.one_thread import attributes_here, leave_to_python, patched, reads_seen
 from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.output_libraries import REGISTERED
 from millstream.capture.lines import is_users, is_users_own, raise_refusal

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from millstream._torch.tracing import attributes_here, graph_being_traced
+from millstream._torch.one_thread import attributes_here
+from millstream._torch.tracing import graph_being_traced
 from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.lines import is_users_own
 from millstream.capture.state.impure import asking_of

@@ -26,10 +26,10 @@ from millstream._torch.backward_hooks import is_active
 from millstream._torch.checkpointing import RandomRecords
 from millstream._torch.compiler.node_notes import current_stream_hint, note_stream_hint
 from millstream._torch.dispatcher import is_expanded_later
+from millstream._torch.one_thread import attributes_here
 from millstream._torch.tensors import FakeTensor, asks_device, device_of_fake, is_real, is_unknown, storage_id
 from millstream._torch.tracing import (
     VALUE_NEEDED,
-    attributes_here,
     graph_being_traced,
     is_higher_order,
     mean_what,

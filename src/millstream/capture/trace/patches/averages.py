@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
-from millstream._torch.tracing import patched
+from millstream._torch.one_thread import patched
 from millstream.capture.effects.effect_recorder import EffectRecorder
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from millstream._torch.distributed.collectives import EXCHANGE
 from millstream._torch.distributed.fully_sharded import is_shard
 from millstream._torch.distributed.wrappers import data_parallel_wrappers, why_not_ours
-from millstream._torch.tracing import reads_seen
+from millstream._torch.one_thread import reads_seen
 from millstream.capture.lines import here, raise_refusal
 from millstream.capture.trace.modes import FunctionWatch
 from millstream.capture.trace.request import FoundLate, StateMissing

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from millstream._torch.tracing import attributes_here
+from millstream._torch.one_thread import attributes_here
 from millstream.capture.trace.arithmetic import compute, of_answers, of_floats
 from millstream.capture.trace.numpy_arrays import LaterArray
 from millstream.capture.trace.scalars import GraphScalar, is_scalar, plain_of

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from millstream._torch.hooks import runs_foreach
+from millstream._torch.one_thread import patched
 from millstream._torch.tensors import storage_id
-from millstream._torch.tracing import graph_being_traced, patched
+from millstream._torch.tracing import graph_being_traced
 from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.late_values import Returned
 from millstream.capture.effects.printed import with_subclasses

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from millstream._torch.tracing import attributes_here
+from millstream._torch.one_thread import attributes_here
 from millstream.capture.lines import raise_refusal
 from millstream.capture.state.host_generators import set_state, state_of
 from millstream.capture.trace.draws import REMEDY, Draws
