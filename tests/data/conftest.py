@@ -6,7 +6,7 @@ import time
 import pytest
 
 from millstream.data import Feed
-from millstream.data.feeding import Options
+from millstream.data.feed_options import Options
 from millstream.device import Place
 from tests.clocks import HANG_S, Clock, is_in, until
 from tests.device.virtual_device import make_virtual_context

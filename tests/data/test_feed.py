@@ -603,7 +603,9 @@ def test_an_interrupt_at_any_moment_does_not_lock_a_feed(make_feed, when, monkey
         assert got == ([] if when == "it is closed" else list(range(6)))
 
     # Not Python's own start of a thread, which can be left locked.
-    assert interrupt_everywhere(run, "/threading.py", "/data/worker.py", "/data/run.py", "/data/feeding.py")
+    assert interrupt_everywhere(
+        run, "/threading.py", "/data/worker.py", "/data/run.py", "/data/feed_engine.py", "/data/feeding.py"
+    )
 
 
 @pytest.mark.parametrize("make_feed", WAYS, indirect=True)
@@ -651,7 +653,7 @@ def test_after_an_interrupt_in_next_an_iterator_goes_on_in_the_next_pass(make_fe
         assert before + got == expected, interrupter.where
         fed.close()
 
-    names = "run.py", "feeding.py", "pipeline.py", "source.py", "generators.py"
+    names = "run.py", "feed_engine.py", "feeding.py", "pipeline.py", "source.py", "position.py", "generators.py"
     names += ("transfer/transfer.py", "transfer/to_gpu.py", "transfer/buffers.py")
     files = [f"/data/{name}" for name in names]
     for num_before, transform in ((0, torch.neg), (1, torch.neg), (1, None), (3, torch.neg), (5, torch.neg)):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast, overload
@@ -15,19 +13,21 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from millstream._torch.distributed.wrappers import is_distributed_run
+from millstream.data.feed_engine import FeedEngine, PassHandle
+from millstream.data.feed_options import ELSEWHERE, Options
 from millstream.data.generators import DrawWatch
 from millstream.data.lengths import Lengths, Value
 from millstream.data.pipeline import IN_STEP, Pipeline
+from millstream.data.position import Position
 from millstream.data.profiler import Profiler
 from millstream.data.run import FeedRun
-from millstream.data.shaping import Shaper, check_switches, make_transform
-from millstream.data.source import Position, Source, begins_in_caller, is_stored
+from millstream.data.shaping import Shaper, make_transform
+from millstream.data.source import Source, begins_in_caller, is_stored
 from millstream.data.stats import Stats
-from millstream.data.together import CHOICES, Together
+from millstream.data.together import Together
 from millstream.data.transfer.refills import RefillWatch
 from millstream.data.transfer.to_gpu import DeviceTransfer
 from millstream.data.transfer.transfer import HostTransfer, Transfer, Transform
-from millstream.data.worker import Worker
 from millstream.data_parallel.roll_call import RollCall, roll_call_of
 from millstream.device import Place, context
 from millstream.errors import ArgumentError, FeedError, names_are_suggested
@@ -51,43 +51,6 @@ if TYPE_CHECKING:
         pad_value: Value | Mapping[str, Value]
         prefetch: bool
         uneven: str | None
-
-
-_OF_LOADERS = "batch_size shuffle sampler batch_sampler num_workers collate_fn drop_last persistent_workers".split()
-_ELSEWHERE = {
-    **dict.fromkeys(_OF_LOADERS, "It is an option of the DataLoader: give it to that."),
-    "prefetch_factor": "It is an option of the DataLoader; depth= is the number of batches that a feed has under way.",
-    "pin_memory": "A feed needs none: it pins the memory that it copies from by itself.",
-    "non_blocking": "A feed needs none: its copies run beside the computation anyway.",
-}
-"""Arguments of PyTorch's DataLoader and ``Tensor.to``, and what a feed says of them."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of a feed; see ``feed`` for what they mean."""
-
-    depth: int = 2
-    max_bytes: int | None = None
-    transform: Transform | None = None
-    pad_last: bool = False
-    prefetch: bool = True
-    uneven: str | None = None
-    lengths: Lengths = Lengths(None, None, 0)  # noqa: RUF009  it never changes
-
-    def __post_init__(self) -> None:
-        for name, least, meaning in (
-            ("depth", 1, "the number of batches that may be under way"),
-            ("max_bytes", 1, "the number of bytes that may be under way"),
-        ):
-            value = getattr(self, name)
-            if value is None and name != "depth":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}, {meaning}.")
-        check_switches(pad_last=self.pad_last, prefetch=self.prefetch)
-        if self.uneven is not None and self.uneven not in CHOICES:
-            raise ArgumentError(f"uneven={self.uneven!r} is none of {', '.join(map(repr, CHOICES))}, nor None.")
 
 
 @overload
@@ -116,7 +79,7 @@ def feed(
     transform: Callable[[T], U],
     **settings: Unpack[FeedSettings],
 ) -> Feed[U]: ...
-@names_are_suggested(_ELSEWHERE)
+@names_are_suggested(ELSEWHERE)
 def feed(  # noqa: PLR0913 - one keyword per thing that a user may want
     loader: Iterable[Any],
     device: Device,
@@ -242,7 +205,7 @@ class Feed(Generic[T]):
         self._roll_call: RollCall | None = None
         self._draws, self._refills = DrawWatch(), RefillWatch(options.depth + 1)
         self._shaper = Shaper(pad_last=options.pad_last, lengths=options.lengths)
-        self._engine = _Engine()
+        self._engine = FeedEngine()
         self._closed = False
 
     def __iter__(self) -> Iterator[T]:
@@ -273,7 +236,7 @@ class Feed(Generic[T]):
             self._roll_call = roll_call_of(group)
         return self._roll_call
 
-    def _finish(self, handle: _Handle) -> None:
+    def _finish(self, handle: PassHandle) -> None:
         """The pass is over for all processes, whatever this one still has."""
         if self._engine.handle is handle:
             self._engine.leave("")
@@ -415,68 +378,6 @@ class Feed(Generic[T]):
         return f"<Feed of {type(self.loader).__name__} to {self.place}, depth {self.depth}{state}>"
 
 
-class _Handle:
-    """One iterator's right to a run; a later one takes it away."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self.why = ""  # if somebody else has ended it
-
-    def end(self, why: str) -> None:
-        """Nothing more is handed out through this."""
-        if not self.is_over:
-            self.is_over, self.why = True, why
-
-
-class _Engine:
-    """The parts of a feed that last from pass to pass: its thread, its way to the device, and the present run.
-
-    It refers to neither the feed nor to iterators, so that they can die.
-    """
-
-    def __init__(self) -> None:
-        self.run: FeedRun | None = None
-        self.handle: _Handle | None = None
-        self.transfer: Transfer | None = None
-        self._worker: Worker | None = None
-        self._lock = threading.RLock()
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the transfer is there and open."""
-        return self.transfer is not None and self.transfer.is_usable
-
-    def find_worker(self) -> Worker:
-        """The feed's thread; another one in a forked child."""
-        if self._worker is None or not self._worker.is_usable():
-            self._worker = Worker()
-        return self._worker
-
-    def leave(self, why: str, *, forever: bool = False) -> None:
-        """End the present pass, but not what continues in the next one, unless ``forever``."""
-        if self.handle is not None:
-            self.handle.end(why)
-        if self.run is not None:
-            self.run.leave(forever=forever)
-
-    def close(self, why: str = "its device context was closed") -> None:
-        """End everything. Any thread; also in a finalizer. Once is enough."""
-        self.leave(why, forever=True)
-        run, worker = self.run, self._worker
-        with self._lock:
-            transfer, self.transfer = self.transfer, None
-        if transfer is not None and transfer.is_usable:
-            if run is not None and not run.is_over and worker is not None:
-                worker.submit(transfer.close)  # when its thread has left the source
-            else:
-                transfer.close()
-        if worker is not None:
-            worker.end(waits=run is None or run.is_over)
-        # Not before: an interrupt may have come, and somebody closes once more.
-        self.run = None if self.run is run else self.run
-        self._worker = None if self._worker is worker else self._worker
-
-
 class _Pass(Iterator[Any]):
     """The iterator that a loop holds. When the loop drops it, the pass ends."""
 
@@ -484,7 +385,7 @@ class _Pass(Iterator[Any]):
 
     def __init__(self, feed: Feed[Any]) -> None:
         self._feed = feed
-        self.handle = _Handle()
+        self.handle = PassHandle()
         self._next: Callable[[], Any] = self._begin_and_ask
 
     def begin(self) -> None:

@@ -35,9 +35,10 @@ import torch
 
 from millstream._torch.thread_modes import NEW_THREAD, ThreadModes, read_modes
 from millstream.data.pipeline import Do, Message, Pipeline
+from millstream.data.position import BatchInfo
 from millstream.data.profiler import BatchTimes, Profiler
 from millstream.data.shaping import set_num_valid
-from millstream.data.source import BatchInfo, Source
+from millstream.data.source import Source
 from millstream.data.transfer.transfer import NotNowError, PendingBatch, Transfer
 from millstream.data.worker import JOIN_S, Flag, Forks, Worker, absorb_exit, raise_exit
 from millstream.errors import FeedError, never_the_end, skip_frames
