@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from textwrap import wrap
 from typing import Any
 
 from millstream.cost import Costs, Roofline
-from millstream.graph import Candidate, Kernel, KernelGraph, KernelKind, Plan, Role, Spread, Timeline, Wait
+from millstream.graph import Candidate, Kernel, KernelGraph, KernelKind, Plan, Role, Timeline, Wait
 from millstream.insight.profiler.replays import idle_in_graph, time_of_kernels
 from millstream.report.account import Account
 from millstream.report.pictures.picture import Picture, draw_timeline
 from millstream.report.pictures.terminal import sketch_streams
 from millstream.report.placement_report import device_data, device_lines
 from millstream.report.size_report import OneSize
+from millstream.report.tried_report import alternative_lines, candidate_lines
 from millstream.report.words import count, duration, operations, percent, shorten, size, table
 from millstream.schedule.improve import Tried
 from millstream.simulate import simulate
@@ -27,7 +27,6 @@ _FAR = 1.5  # times the prediction: what that says need not be so
 _TOO_LONG = 3  # times what a run takes: so long a prediction is of kernels measured beside other work of the machine
 _SLOWEST, _SLOWEST_NS = 50, 100_000  # times what bytes and operations need, and at least: no CPU's kernel takes longer
 _IMPLAUSIBLE = "kernels seem to have been measured while the machine did other things"
-_GROUPS = 56  # characters that name groups of sites
 _INPUTS = 6  # kinds of inputs that are listed
 
 
@@ -271,8 +270,8 @@ class ProgramReport:
             lines += wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="    ")
         for account in list(self.accounts.values())[:1]:
             lines += [f"  {line}" for line in sketch_streams(account.timeline)] if self.streams > 1 else []
-        lines += _candidate_lines(self.candidates)
-        lines += _alternative_lines(self.alternatives)
+        lines += candidate_lines(self.candidates)
+        lines += alternative_lines(self.alternatives)
         rows = [
             (str(kind), str(number), size(moved), operations(flops))
             for kind, (number, moved, flops) in self.by_kind().items()
@@ -316,11 +315,12 @@ class ProgramReport:
 
     def kernel_cells(self, kernel: Kernel, width: int = 56) -> tuple[str, ...]:
         """One kernel in the table."""
-        number, kind, moved, flops, ops, source = kernel_row(kernel, width)
-        if not self.measured_by_kernel:
-            return number, kind, moved, flops, ops, source
-        times = duration(self.measured_by_kernel.get(kernel.id)), duration(self.expected_ns(kernel.id))
-        return number, kind, *times, moved, flops, ops, source
+        times: tuple[str, ...] = ()
+        if self.measured_by_kernel:
+            times = duration(self.measured_by_kernel.get(kernel.id)), duration(self.expected_ns(kernel.id))
+        ops = shorten(", ".join(kernel.ops) or kernel.name, width)
+        source = ", ".join(filter(None, (kernel.module, kernel.source)))
+        return str(kernel.id), str(kernel.kind), *times, size(kernel.num_bytes), operations(kernel.flops), ops, source
 
     def idleness(self) -> str:
         """Say in words how long nothing ran in the traced run, and before what; empty where it is nothing."""
@@ -378,19 +378,6 @@ class ProgramReport:
         }
 
 
-def kernel_row(kernel: Kernel, width: int = 56) -> tuple[str, ...]:
-    """Cells of one kernel in the table."""
-    ops = ", ".join(kernel.ops) or kernel.name
-    return (
-        str(kernel.id),
-        str(kernel.kind),
-        size(kernel.num_bytes),
-        operations(kernel.flops),
-        shorten(ops, width),
-        ", ".join(filter(None, (kernel.module, kernel.source))),
-    )
-
-
 def _kernel_data(kernel: Kernel) -> dict[str, Any]:
     return {
         "id": kernel.id,
@@ -409,45 +396,3 @@ def _kernel_data(kernel: Kernel) -> dict[str, Any]:
 
 def _timeline_data(timeline: Timeline) -> dict[str, Any]:
     return {"end_ns": timeline.end_ns, "streams": timeline.num_streams, "spans": [asdict(s) for s in timeline.spans]}
-
-
-def _alternative_lines(alternatives: Sequence[Tried]) -> list[str]:
-    """Return what was tried in place of the usual kernels, at which sites, and what the whole program took."""
-    rows = [
-        (
-            each.alternative,
-            shorten("; ".join(each.groups), _GROUPS),
-            str(each.sites),
-            duration(each.usual_ns),
-            duration(each.own_ns),
-            each.outcome,
-        )
-        for each in alternatives
-    ]
-    return table(("alternative", "at", "sites", "without", "with", "outcome"), rows, right={2, 3, 4}) if rows else []
-
-
-def _candidate_lines(candidates: Sequence[Candidate]) -> list[str]:
-    """The plans that were measured, and why the others were not; nothing where there was no choice."""
-    if len(candidates) < 2:
-        return []
-    rows = [
-        (
-            each.policy if each.spread is Spread.PACKED else f"{each.policy}, {each.spread}",
-            str(each.streams),
-            str(each.waits),
-            size(each.peak_bytes),
-            duration(each.predicted_ns),
-            duration(each.measured_ns),
-            each.outcome,
-        )
-        for each in candidates
-        if each.is_chosen or each.measured_ns is not None
-    ]
-    head = ("plan", "streams", "waits", "peak memory", "predicted", "measured", "outcome")
-    lines = table(head, rows, right={1, 2, 3, 4, 5})
-    dropped = Counter(each.outcome for each in candidates if not each.is_chosen and each.measured_ns is None)
-    if dropped:
-        others = (f"{count(number, 'plan')} ({outcome})" for outcome, number in dropped.items())
-        lines.append(f"  not measured: {', '.join(others)}")
-    return lines
