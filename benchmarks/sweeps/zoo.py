@@ -143,9 +143,11 @@ def run_case(name: str, device: str) -> Result:
         warnings.simplefilter("always")
         try:
             with torch.no_grad():
-                copy.deepcopy(model).double()(**widen(batch))
+                precise = tensors_of(copy.deepcopy(model).double()(**widen(batch)))
         except RuntimeError as error:  # operators that take no doubles: there is nothing to judge by
             return Result(name, Outcome.NOT_COMPARABLE, f"eager fails in double precision: {describe(error)}")
+        if not all(bool(value.isfinite().all()) for value in precise.values()):
+            return Result(name, Outcome.NOT_COMPARABLE, "eager's result in double precision is not finite")
         try:
             outcome, detail = (compare_steps if step else compare_forward)(model, batch, other)
         except Exception as error:  # noqa: BLE001  an error is a result

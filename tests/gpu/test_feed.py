@@ -1,8 +1,10 @@
+import ctypes
 import gc
 import random
 import textwrap
 import threading
 import warnings
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -418,21 +420,37 @@ def test_device_memory_is_depth_times_a_batch():
     assert most <= 3 * x.nbytes + (1 << 20)
 
 
+@contextmanager
+def held(stream):
+    """Let a stream wait until the block is left, however long the host takes."""
+    flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2  # here: until it is at least so much
+    end = threading.Timer(HANG_S, flag.fill_, (1,))
+    end.start()
+    stop = ctypes.c_uint32(1), ctypes.c_uint(0)
+    assert wait(ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(flag.data_ptr()), *stop) == 0
+    try:
+        yield
+    finally:
+        end.cancel()
+        flag.fill_(1)
+
+
 def test_a_copy_runs_beside_the_step_before():
     """The next batch is there while the step before is still under way."""
-    fed = feed([torch.full((32 << 20,), float(i)) for i in range(3)], "cuda:0", 2)  # 128 MiB: 2.4 ms on PCIe 5
+    fed = feed([torch.full((32 << 20,), float(i)) for i in range(3)], "cuda:0", 2)
     passing, other = iter(fed), torch.cuda.Stream()
     first = next(passing)
-    torch.cuda._sleep(1000 * LONG)  # also where others use the host
-    end = torch.cuda.Event()
-    end.record()
-    with torch.cuda.stream(other):
-        second = next(passing)
-        last = second[-1].clone()
-    other.synchronize()
-    assert not end.query()
-    assert float(last) == 1.0
+    with held(torch.cuda.current_stream()):
+        end = torch.cuda.Event()
+        end.record()
+        with torch.cuda.stream(other):
+            second = next(passing)
+            last = second[-1].clone()
+        other.synchronize()
+        assert not end.query()
     torch.cuda.synchronize()
+    assert float(last) == 1.0
     assert float(first[-1]) == 0.0
     fed.close()
 

@@ -1,6 +1,7 @@
 """Another thread allocates, draws, computes and calls compiled models throughout a capture, and notices nothing."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -99,3 +100,17 @@ def test_captured_dropout_goes_on_from_the_seed_as_it_is_set():
         drawn.append([dropout(x).clone(), F.dropout(x), dropout(x).clone()])
     assert all(torch.equal(first, second) for first, second in zip(*drawn, strict=True))
     assert not torch.equal(drawn[0][0], drawn[0][2])
+
+
+def test_models_of_two_threads_take_turns_in_the_memory_that_graphs_share():
+    def serve(rows):
+        model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Linear(1024, 256)).cuda().eval()
+        compiled, x = ms.compile(model, strict=True), torch.randn(rows, 256, device="cuda")
+        torch.cuda.synchronize()
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            expected = model(x)
+            return max((compiled(x) - expected).abs().max().item() for _ in range(100))
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            assert max(pool.map(serve, (96, 32))) < 1e-3
