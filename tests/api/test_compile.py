@@ -18,6 +18,7 @@ from millstream.engine.assembly import why_not_capture
 from millstream.engine.plan_source import compile_plan
 from millstream.graph import KernelKind, Timeline
 from millstream.lower import compile as lowering
+from millstream.lower import lower_graph
 from millstream.lower.inductor.fx_wrapper import collect_wrappers
 from millstream.report import Account
 from tests import networks
@@ -455,7 +456,8 @@ def test_what_torch_compile_cannot_compile_either_runs_as_python(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(lowering, "compile_fx_inner", fail)
+    for module in (lower_graph, lowering):
+        monkeypatch.setattr(module, "compile_fx_inner", fail)
     model = networks.Mlp()
     twin = copy.deepcopy(model)
     x, _ = networks.example(networks.Mlp)

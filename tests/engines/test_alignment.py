@@ -17,7 +17,7 @@ from millstream.cost import Costs, KernelCost
 from millstream.device import context
 from millstream.engine import plan_source
 from millstream.engine.plan_source import compile_plan
-from millstream.lower import compile as lowering
+from millstream.lower import lower_graph as lowering
 from millstream.schedule import plan_graph
 from tests import networks
 

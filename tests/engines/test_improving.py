@@ -9,7 +9,7 @@ from millstream.api import compiling as building
 from millstream.api import executables
 from millstream.engine import CudaGraphEngine, ProgramPair, improving
 from millstream.engine.planning.background import Background
-from millstream.lower import compile as compiling
+from millstream.lower import lower_graph as lowering
 from millstream.schedule import Scheduling, plan_serial
 from millstream.schedule.improve import KEPT, SLOWER
 
@@ -135,8 +135,8 @@ def test_a_choice_is_kept_on_disk(clock, tmp_path, monkeypatch):
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
     model, x, _ = made()
     results, lowered = [], []
-    lower = compiling._lower_anew
-    monkeypatch.setattr(compiling, "_lower_anew", lambda *args: lowered.append(args) or lower(*args))
+    lower = lowering._lower_anew
+    monkeypatch.setattr(lowering, "_lower_anew", lambda *args: lowered.append(args) or lower(*args))
     with torch.no_grad():
         for _ in range(2):
             torch._dynamo.reset()

@@ -24,7 +24,7 @@ from millstream.engine.cpu.threads_native import compile_threads
 from millstream.engine.cpu.worker_pool import intra_op_threads, worker_pool
 from millstream.errors import ArgumentError
 from millstream.graph import CHOSEN
-from millstream.lower.inductor.fx_wrapper import NativeKernel, for_threads
+from millstream.lower.inductor.generated_kernels import NativeKernel, for_threads
 from millstream.schedule import assign_offsets, plan_graph
 from millstream.schedule.choose import Rules
 from tests import networks

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from millstream.kernels import cudnn, nodes
-from millstream.lower.inductor.fx_wrapper import GeneratedKernel, KernelArgument
+from millstream.lower.inductor.generated_kernels import GeneratedKernel, KernelArgument
 from millstream.lower.translate import translate
 
 CONVOLUTION, RELU = torch.ops.aten.convolution.default, torch.ops.aten.relu.default

@@ -13,7 +13,8 @@ import torch
 
 from millstream._torch.compiler.dynamo import is_compiled_by_torch
 from millstream.api.torch_arguments import split_options, translate, with_mode
-from millstream.capture.model import Builder, Compiled, CompiledModule, Compiler, compile_module
+from millstream.capture.compiled_module import CompiledModule, compile_module
+from millstream.capture.model import Builder, Compiled, Compiler
 from millstream.capture.step.step import Step
 from millstream.engine import BySize, Engine, Improving, OneOfMany, ProgramPair, build
 from millstream.errors import ArgumentError, names_are_suggested

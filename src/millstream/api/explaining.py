@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from millstream.capture.model import Compiled, CompiledModule
+from millstream.capture.compiled_module import CompiledModule
+from millstream.capture.model import Compiled
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.step import Step
 from millstream.cost import Roofline

@@ -25,7 +25,7 @@ from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.tracing import is_higher_order
 from millstream.errors import LoweringError
 from millstream.lower.control_flow import CONTROL, Body, Control, Flow, register
-from millstream.lower.translate import source_line
+from millstream.lower.origins import source_line
 from millstream.program import Program, TensorLayout, Value
 
 #: Lowers the graph of a body, with examples of its inputs.

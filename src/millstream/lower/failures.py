@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from millstream.errors import MillstreamError
-from millstream.lower.translate import source_line
+from millstream.lower.origins import source_line
 from millstream.lower.workarounds import WORKAROUNDS
 
 _PASSES = ("_inductor/fx_passes/", "_inductor/pattern_matcher")

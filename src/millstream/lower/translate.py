@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,14 +23,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
-from millstream._torch.compiler.node_notes import stream_hint_of
 from millstream._torch.compiler.symbols import NUMBERS, simplified, without_guards
 from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
 from millstream.kernels.registry import find_epilogue, find_writer
 from millstream.lower.control_flow import CONTROL, control_of
-from millstream.lower.inductor.fx_wrapper import GeneratedKernel, checks_indices
+from millstream.lower.inductor.generated_kernels import GeneratedKernel, checks_indices
 from millstream.lower.operators import (
     count_elementwise,
     count_flops,
@@ -40,6 +38,7 @@ from millstream.lower.operators import (
     may_raise,
     written_arguments,
 )
+from millstream.lower.origins import op_names, told_by
 from millstream.program import EMPTY, WHOLE, KernelCall, Program, TensorLayout, Value, View
 
 _PRETENDED = ("rng:", WHOLE)
@@ -252,7 +251,6 @@ class _Translator:
             writes = (*writes, self._base(node))
             self.filled.add(self._base(node))
         origins = node.meta.get("origins", ())
-        lead = next((origin for origin in origins if source_line(origin)), None)
         value = node.meta.get("val")
         generated = isinstance(target, GeneratedKernel)
         name = target.__name__ if generated else str(target)
@@ -269,10 +267,8 @@ class _Translator:
                 num_bytes=self._traffic(node, writes) + (storage_bytes(node.meta["val"]) if writer is not None else 0),
                 flops=self._flops(node, origins),
                 ops=(writer.ops if writer is not None else ()) or op_names(origins),
-                source="" if lead is None else source_line(lead),
                 parts=parts,
-                hint=hint_of(origins),
-                module="" if lead is None else module_path(lead),
+                **told_by(origins),
             )
         )
         if writer is not None:
@@ -295,7 +291,6 @@ class _Translator:
         reads, writes = self._accesses(node, draws=control.draws)
         self._leave_empty(reads)
         origins = node.meta.get("origins", ())
-        lead = next((origin for origin in origins if source_line(origin)), None)
         self.raising.add(len(self.kernels))
         self.tuples[node.name] = len(self.kernels)
         self.kernels.append(
@@ -309,9 +304,7 @@ class _Translator:
                 num_bytes=self._traffic(node, writes) + control.num_bytes,
                 flops=control.flops,
                 ops=control.ops,
-                source="" if lead is None else source_line(lead),
-                hint=hint_of(origins),
-                module="" if lead is None else module_path(lead),
+                **told_by(origins),
             )
         )
         self.calls.append(KernelCall(control, self._values(node.args[:1]), {}))
@@ -567,42 +560,3 @@ def storage_bytes(value: torch.Tensor) -> int:
     if isinstance(last, torch.SymInt):
         return torch.sym_max(last + 1, 0) * value.element_size()  # type: ignore[no-any-return]
     return int(last + 1) * value.element_size() if value.numel() else 0
-
-
-def op_names(origins: Iterable[torch.fx.Node]) -> tuple[str, ...]:
-    """Names of the operators that a kernel is made of, without what only keeps a layout or stands for another one."""
-    names = dict.fromkeys(op_name(origin) for origin in origins if origin.op == "call_function")
-    return tuple(name for name in names if name not in ("fn", "inductor_force_stride_order", "keep_strides"))
-
-
-def op_name(node: torch.fx.Node) -> str:
-    """Short name of an operator: ``relu`` for ``aten.relu.default``; the node's own for what Inductor put in."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return str(packet.__name__) if packet is not None else re.sub(r"_\d+$", "", node.name)
-
-
-def hint_of(origins: Iterable[torch.fx.Node]) -> str | None:
-    """The stream that a kernel was written for; of several the first by name, as somebody has fused what is there."""
-    return min((hint for origin in origins if (hint := stream_hint_of(origin)) is not None), default=None)
-
-
-def module_path(node: torch.fx.Node) -> str:
-    """The path of the user's module that an aten node comes from, or its forward pass's node; else nothing."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    for path, _ in reversed(list(stack.values())):
-        if path and not path.startswith("_empty"):
-            return re.sub(r"\['(\w+)'\]", r".\1", re.sub(r"^L\['\w+'\]\.?", "", path)).strip(".")
-    return ""
-
-
-def source_line(node: torch.fx.Node) -> str:
-    """The user's line behind an aten node, as ``file:line in function``; else its module, else nothing."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
-    if frames:
-        file, line, function = frames[-1]
-        return f"{file}:{line} in {function}"
-    for path, kind in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
-        if path and not path.startswith("_empty"):
-            path = re.sub(r"^L\['\w+'\]\.?", "", path)  # how Dynamo names the argument that a model is
-            return " ".join(part for part in ("module", path, f"({getattr(kind, '__name__', kind)})") if part)
-    return ""

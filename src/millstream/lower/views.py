@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from millstream.errors import LoweringError
-from millstream.lower.translate import source_line
+from millstream.lower.origins import source_line
 
 AS_STRIDED = torch.ops.aten.as_strided.default
 

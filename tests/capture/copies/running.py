@@ -19,7 +19,7 @@ from torch._inductor.codegen.wrapper import KernelDefinitionLine
 import millstream as ms
 from millstream.api.explaining import _compiled
 from millstream.errors import FallbackWarning
-from millstream.lower.inductor import fx_wrapper
+from millstream.lower.inductor import fx_wrapper, generated_kernels
 from millstream.lower.inductor.cpp_kernels import CppKernels
 from tests.capture.copies.programs import Program
 
@@ -143,7 +143,7 @@ def kernels_do_nothing() -> Iterator[None]:
     def pretend(prologue: str, lines: Sequence[Any], _: Any) -> Any:
         definitions = [line for line in lines if isinstance(line, KernelDefinitionLine)]
         kernels = {line.kernel_name: (lambda *args: None, line.kernel_body) for line in definitions}
-        return kernels, fx_wrapper.Sources(prologue, ())
+        return kernels, generated_kernels.Sources(prologue, ())
 
     with patch.object(fx_wrapper, "import_kernels", pretend), patch.object(CppKernels, "add", lambda *args: None):
         yield

@@ -70,10 +70,10 @@ def test_another_process_gives_the_same_bits(tmp_path):
 
 TAKEN = """
 import json
-from millstream.lower.inductor import fx_wrapper, tuning
+from millstream.lower.inductor import generated_kernels, tuning
 from tests.gpu.engines.test_tuning import train
-tuners, keep = [], fx_wrapper.keep_choice
-fx_wrapper.keep_choice = lambda tuner, source: (keep(tuner, source), tuners.append(tuner))
+tuners, keep = [], generated_kernels.keep_choice
+generated_kernels.keep_choice = lambda tuner, source: (keep(tuner, source), tuners.append(tuner))
 train(3)
 print(json.dumps([tuning._describe(launcher.config) for tuner in tuners for launcher in tuner.launchers]))
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from millstream.lower.inductor.cpp_kernels import BATCH, CppKernels
-from millstream.lower.inductor.fx_wrapper import NativeKernel
+from millstream.lower.inductor.generated_kernels import NativeKernel
 
 
 def definition(body, arguments):

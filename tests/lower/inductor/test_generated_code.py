@@ -23,9 +23,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.functions import FloorDiv, Max, Min, ModularIndexing
 
 import millstream as ms
-from millstream.lower import compile as lowering
+from millstream.lower import lower_graph as lowering
 from millstream.lower.inductor.cpp_kernels import CppKernels
-from millstream.lower.inductor.fx_wrapper import is_updated
+from millstream.lower.inductor.generated_kernels import is_updated
 from millstream.lower.inductor.shortcuts import no_collections, shortcuts
 
 

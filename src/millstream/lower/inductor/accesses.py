@@ -31,7 +31,7 @@ from millstream._torch.workarounds import is_off, replaced
 from millstream.check.values import OLD, MemoryRead, MemoryWrite, Misread, Nest, Operation, Version, find_misreads
 from millstream.errors import MisreadError
 from millstream.lower.inductor.indices import places_of, places_of_layout
-from millstream.lower.translate import op_names, source_line
+from millstream.lower.origins import op_names, source_line
 
 _LOADS = (MemoryUsageType.LOAD, MemoryUsageType.BUCKETIZE)
 _SCATTERS = (reinplace._generalized_scatter, reinplace._inplace_generalized_scatter)

@@ -33,12 +33,12 @@ from millstream._torch.compiler.size_expressions import guards_of, hold_guards, 
 from millstream._torch.switches import SwitchSettings, present
 from millstream.cache import cache_folder, file_lock, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
-from millstream.lower.inductor.fx_wrapper import SOURCES, GeneratedKernel, Sources
+from millstream.lower.inductor.generated_kernels import SOURCES, GeneratedKernel, Sources
 from millstream.lower.kept import used
 from millstream.lower.kept.encoding import Decoder, Encoder
 from millstream.lower.kept.key import ProgramNotKept, describe_graph, describe_settings
 from millstream.lower.kept.tuners import encode_tuners, offer_tuners
-from millstream.lower.translate import module_path, source_line
+from millstream.lower.origins import module_path, source_line
 from millstream.program import Program
 
 LOGGER = logging.getLogger("millstream")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from millstream._torch.workarounds import Workaround
 from millstream.errors import LoweringError
-from millstream.lower.translate import source_line
+from millstream.lower.origins import source_line
 from millstream.lower.views import AS_STRIDED, base_of
 
 aten = torch.ops.aten
