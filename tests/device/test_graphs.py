@@ -58,6 +58,16 @@ def test_a_missing_wait_is_seen(monkeypatch):
     assert not all(run(seed, "random") for seed in range(20))
 
 
+def test_nothing_is_recorded_on_a_stream_that_a_user_captures():
+    ctx, device = make_virtual_context("lazy", 0)
+    with ctx.on(ctx.streams[1]):
+        ctx.graphs.enter()
+    device.capturing = ctx.streams[1]
+    with ctx.on(ctx.streams[2]):
+        ctx.graphs.enter()
+    assert not ctx.streams[1].queue
+
+
 def test_what_went_wrong_first_is_told(monkeypatch):
     def end(self):
         raise RuntimeError("there was an error before")

@@ -167,7 +167,7 @@ class VirtualDevice:
         self.uses.setdefault(storage.data_ptr(), set()).add(stream)
 
     def is_capturing(self):
-        return self.capturing
+        return self.capturing is True or self.capturing is self.current_stream()
 
     def allocate(self, num_bytes):
         with self.lock:

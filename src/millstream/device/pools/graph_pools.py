@@ -75,12 +75,20 @@ class SharedGraphMemory:
 
     def enter(self) -> None:
         """Let the current stream wait for the one that ran a graph of this place last: graphs share memory."""
-        stream = self._driver.current_stream()
-        if self._stream is None or stream != self._stream:  # to PyTorch, no stream is unequal to None
-            if self._stream is not None:
-                self._events.order(self._stream, stream)
+        stream, before = self._driver.current_stream(), self._stream
+        if before is None or stream != before:  # to PyTorch, no stream is unequal to None
+            if before is not None and not self._is_captured(before):
+                self._events.order(before, stream)
             self._stream = stream
             self._stream_handle = getattr(stream, "cuda_stream", None)
+
+    def _is_captured(self, stream: Stream) -> bool:
+        """Return whether a user captures a graph on a stream, of which events recorded there would become a part.
+
+        What ran there is done then: PyTorch waits for the device before it captures.
+        """
+        with self._driver.on(stream):
+            return self._driver.is_capturing()
 
     def clear(self) -> None:
         """Drop the pools, and the stream of the last graph."""
