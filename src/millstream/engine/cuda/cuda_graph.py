@@ -182,8 +182,10 @@ class CudaGraphEngine(Engine):
             return self._run_serially(inputs, may_measure=False)
 
     def replay(self) -> None:
-        with self._lock:
-            self._latest().replay()
+        with self._lock, guard(self._context.place):
+            captured = self._latest()
+            self._context.graphs.enter()  # another thread may have run another graph since
+            captured.replay()
 
     def why_not_replay(self) -> str:
         if self._captured is None:
