@@ -90,6 +90,7 @@ from millstream.capture.state.lift import (
 from millstream.capture.state.others import stand_for, stand_in_for
 from millstream.capture.state.relevant import counts
 from millstream.capture.state.snapshot import StateSnapshot, is_type_of_tracing
+from millstream.capture.trace import scalar_methods  # noqa: F401  by which scalars have operators
 from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.clocks import Clocks
 from millstream.capture.trace.draws import Draws, are_alike
