@@ -44,7 +44,7 @@ class NativeHook(BuildHookInterface):
             return
         self._folder = tempfile.TemporaryDirectory()
         made = Path(self._folder.name) / build.PREBUILT_FILE
-        if failure := build.Recipe(build.PREBUILT, None, compiler).compile(made):
+        if failure := build.CompileRecipe(build.PREBUILT, None, compiler).compile(made):
             self.app.display_warning(f"The wheel has no compiled code: {failure}")
             return
         build_data["force_include"][str(made)] = f"millstream/_native/{build.PREBUILT_FILE}"
