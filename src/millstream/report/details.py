@@ -91,7 +91,7 @@ def _times(program: ProgramReport) -> tuple[dict[int, int], int]:
 def _kernels(program: ProgramReport) -> Table:
     """The largest kernels, each with its share of the run."""
     times, whole = _times(program)
-    shown = program.largest(MAX_KERNELS)
+    shown = program.largest(MAX_KERNELS, times)
     head, right = program.kernel_columns()
 
     def cells(kernel: Kernel) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from textwrap import wrap
@@ -297,12 +298,12 @@ class ProgramReport:
         lines += [f"  note: {note}" for note in self.notes]
         return lines
 
-    def largest(self, limit: int) -> list[Kernel]:
-        """The kernels that took longest, or where that was not measured, that move most memory."""
+    def largest(self, limit: int, times: Mapping[Any, int] | None = None) -> list[Kernel]:
+        """The kernels that take longest by ``times``, or as measured; where neither is known, move most memory."""
+        known: Mapping[Any, int] = times or self.measured_by_kernel
 
         def weight(kernel: Kernel) -> tuple[int, int]:
-            measured = self.measured_by_kernel.get(kernel.id, 0)
-            return (-measured if self.measured_by_kernel else -kernel.num_bytes), kernel.id
+            return -(known.get(kernel.id, 0) if known else kernel.num_bytes), kernel.id
 
         return sorted(self.graph.kernels, key=weight)[:limit]
 

@@ -159,7 +159,7 @@ def draw_step(found: Findings, step: ProfiledStep, which: str) -> DrawnStep:
     if recording.launches:
         lanes.append(_queue(recording, scale))
     length = step.end_ns - step.start_ns
-    marks = [(scale.x(step.start_ns + tick), duration(tick) if tick else "0") for tick in ticks(length)]
+    marks = [(scale.x(step.start_ns + tick), duration(tick) if tick else "0") for tick in ticks(length, 6)]
     return DrawnStep(f"The {which} step, measured: {duration(length)}", lanes, marks)
 
 
