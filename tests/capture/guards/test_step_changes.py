@@ -6,8 +6,9 @@ import operator
 import threading
 import time
 import warnings
-from collections import deque
+from collections import Counter, UserDict, defaultdict, deque
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -302,3 +303,43 @@ def test_what_appears_in_the_attributes_of_a_container_is_a_number(holder):
         assert read(kept) == loss
     assert type(read(kept)) is float
     assert step.graphs
+
+
+class Looked(dict):
+    def __missing__(self, key):
+        raise AssertionError(key)
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str
+
+
+KEYS = (("a", 1), (("a",), Mode.PLAIN), Mode.TRIPLE, Key("a"), frozenset("a"), range(2), None, len, torch.float32, "a")
+MADE = (dict, Looked, partial(defaultdict, float), Counter, UserDict)
+
+
+@pytest.mark.parametrize("make", MADE, ids=[getattr(make, "__name__", "defaultdict") for make in MADE])
+def test_a_dict_has_keys_of_any_kind(make):
+    def run(wrap):
+        table = make(dict.fromkeys(KEYS, 1.0))
+        keys, made = list(KEYS), dict(zip(KEYS, copy.deepcopy(KEYS), strict=True))  # equal ones are other objects
+
+        @wrap
+        def step(x):
+            table[made[KEYS[0]]] += 1.0
+            table[keys[6]] += 1.0
+            return sum(x * table[made[key]] for key in keys if key in table) + table.get(Mode.PLAIN, 0.0)
+
+        results = [step(torch.ones(2)) for _ in range(3)]
+        for number, key in enumerate(KEYS):
+            table[key] = number + 2.0
+            results.append(step(torch.ones(2)))
+        for key in (Mode.TRIPLE, "a"):
+            del table[key]
+            results.append(step(torch.ones(2)))
+        return results, dict(table)
+
+    (ours, held), (theirs, expected) = run(partial(Step, build=interpret, strict=True)), run(lambda step: step)
+    assert all(map(torch.equal, ours, theirs))
+    assert held == expected

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from millstream.capture.lines import is_millstreams
-from millstream.capture.record.location import MISSING, Attributes, Location
+from millstream.capture.record.location import MISSING, Items, Location, looked_into
 from millstream.capture.state.signature import is_same
 
 
@@ -96,12 +96,12 @@ class Entries(Check):
 
     def expect(self, location: Location, value: Any) -> None:
         """Expect ``value`` at a location."""
-        holder = location.holder
-        self.add((holder.view() if isinstance(holder, Attributes) else holder, location.key), location, value)
+        self.add((looked_into(location.holder), location.key), location, value)
 
     def triples(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Holders, keys and values."""
-        return ((*pair, value) for pair, value in zip(self.things, self.values, strict=True))
+        """Holders, keys and values; of a dict with methods of its own the dict, as compiled code looks past these."""
+        for (holder, key), value in zip(self.things, self.values, strict=True):
+            yield holder.owner if isinstance(holder, Items) else holder, key, value
 
 
 class BorrowedEntries(Entries):

@@ -71,7 +71,6 @@ class Guards:
     """Conditions under which a graph may be replayed."""
 
     def __init__(self) -> None:
-        # Lengths come first: to ask an optimizer's state for what is gone makes it.
         self.sizes = Check(_OTHER_ITEMS, len)
         self.orders = Check(_OTHER_ITEMS, tuple, is_same)  # keys of dicts whose order may count
         parts = ("class", "__mro__", "__code__", "__defaults__", "__kwdefaults__")

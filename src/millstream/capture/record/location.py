@@ -49,7 +49,9 @@ class Location:
     def get(self) -> Any:
         """Return what is there now, or ``MISSING``."""
         try:
-            return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder[self.key]
+            return (
+                self.holder.cell_contents if isinstance(self.holder, CellType) else looked_into(self.holder)[self.key]
+            )
         except (KeyError, IndexError, ValueError):
             return MISSING
 
@@ -60,7 +62,7 @@ class Location:
         """
         if isinstance(self.holder, CellType):
             return partial(getattr, self.holder, "cell_contents")
-        return partial(getitem, self.holder.view() if isinstance(self.holder, Attributes) else self.holder, self.key)
+        return partial(getitem, looked_into(self.holder), self.key)
 
     def set(self, value: Any) -> None:
         """Put ``value`` there; ``MISSING`` removes the entry."""
@@ -70,6 +72,13 @@ class Location:
             self.holder.cell_contents = value
         elif isinstance(self.holder, MutableMapping) or self.key < len(self.holder):
             self.holder[self.key] = value
+
+
+def looked_into(holder: Any) -> Any:
+    """Return what gives a holder's items, without code of ours if that can be, and makes none that is not there."""
+    if isinstance(holder, Attributes):
+        return holder.view()
+    return Items.of(holder) if isinstance(holder, dict) and hasattr(type(holder), "__missing__") else holder
 
 
 class Attributes(MutableMapping[Any, Any]):
@@ -247,14 +256,21 @@ class SharedEntries(Attributes):
 
 
 class Items(Attributes):
-    """Items of a dict of a class that has methods of its own, past these."""
+    """Items of a dict of a class that has methods of its own, past these.
+
+    Attributes:
+        owner: The dict.
+    """
 
     def __init__(self, owner: dict[Any, Any]) -> None:
         super().__init__(owner)
+        self.owner = owner
         self._plain = plain_base(type(owner))
 
     def __getitem__(self, key: Any) -> Any:
-        return dict.__getitem__(self._owner, key)
+        if (item := dict.get(self.owner, key, MISSING)) is MISSING:  # ``dict.__getitem__`` would call ``__missing__``
+            raise KeyError(key)
+        return item
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._plain.__setitem__(self._owner, key, value)

@@ -108,7 +108,7 @@ def place_of(holder: Any, key: Any) -> tuple[Any, ...]:
 def identity_of(holder: Any) -> int:
     """Return what tells a holder from others; attributes of a class are told by the dict that they are in."""
     if isinstance(holder, Items):
-        return id(holder._owner)
+        return id(holder.owner)
     if isinstance(holder, SequenceItems):
         return id(holder.location.get())
     if isinstance(holder, Attributes):

@@ -246,11 +246,10 @@ def find_item(value: Any, key: Any) -> Iterator[Found]:
     kind = type(value)
     value = behind(value)
     if is_a(value, dict):
-        plain = is_a(key, str | int | float | bytes | type(None) | type)
         try:
-            yield value, Kind.ITEM, key, dict.get(value, key, MISSING) if plain or _is_hashed(key) else MISSING, value
-        except Exception:  # noqa: BLE001  code of the user's for keys: it has run, and is recorded by itself
-            yield value, Kind.CONTENTS, None, (), value
+            yield value, Kind.ITEM, key, dict.get(value, key, MISSING), value
+        except Exception:  # noqa: BLE001  no key, or code of the user's for keys: it runs, and is recorded by itself
+            yield from find_contents(value)
     elif is_a(value, list) and type(key) is int:
         size = list.__len__(value)
         inside = -size <= key < size
@@ -261,10 +260,6 @@ def find_item(value: Any, key: Any) -> Iterator[Found]:
         yield from find_contents(value)
     elif not is_a(value, tuple):
         yield from find_in_class(kind, "__getitem__")[0]
-
-
-def _is_hashed(key: Any) -> bool:
-    return type(key).__hash__ is object.__hash__ or type(key).__module__.startswith("torch")
 
 
 def behind(view: Any) -> Any:

@@ -3,7 +3,7 @@
 **Contract**
 - Of each entry of a dict or list, cell, slot, class, function and container the first read is recorded, with what was
   there, unless the step itself has written it before; and the first write, with what was there before.
-- No code of the user's is run for it, but for methods of keys of dicts that compare them.
+- No code of the user's is run for it, but for methods of keys of dicts that hash and compare them.
 - What was not seen is named: ``failure`` says why.
 """
 

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class Change:
     @property
     def is_entry(self) -> bool:
         """Whether one entry changed, rather than the length or order of a container."""
-        return isinstance(self.location.holder, CellType) or self.location.key is not None
+        return self.after is not self.location.holder  # ``None`` may be a key
 
 
 @dataclass(slots=True)
