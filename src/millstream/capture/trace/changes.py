@@ -21,6 +21,7 @@ from millstream.capture.trace.patches.optimizers import is_schedulers
 from millstream.capture.trace.request import Disturbed, FirstChange, NumbersChanged, OneShot, Request, StateMissing
 from millstream.capture.trace.scalars import Questions, as_scalar, is_known_later, is_number, is_scalar
 from millstream.capture.trace.twins import is_traced
+from millstream.capture.trace.users_numbers import UsersNumbers
 from millstream.errors import CaptureError
 from millstream.tree.spec import SCALARS
 
@@ -45,7 +46,6 @@ class Changes:
         snapshot: What was there.
         record: What the step reads and writes.
         numbers: Those of the request, as they were.
-        taken: Where a number was another thread's when the step counted on it.
         written: The latest write to each place, as far as it is among the effects.
         unread: Where other threads have written before, and the step has read nothing; see ``note_unread``.
         appended: By id, containers that were appended, and to which list.
@@ -57,8 +57,7 @@ class Changes:
     recorder: EffectRecorder
     snapshot: StateSnapshot
     record: Record
-    numbers: list[Any]
-    taken: list[Location] = field(default_factory=list)
+    numbers: UsersNumbers
     written: dict[Location, Change] = field(default_factory=dict)
     unread: set[Location] = field(default_factory=set)
     grown: dict[int, int] = field(default_factory=dict)
@@ -179,12 +178,12 @@ class Changes:
                 successors[change.before.of.index] = Always(after)
             elif after.is_known:
                 successors[change.before.of.index] = after.of
-        if successors and not self.questions.allow_again(self.numbers, successors):
+        if successors and not self.questions.allow_again(self.numbers.values, successors):
             raise OneShot(str(self.request.numbers[min(successors)].location))
 
     def _check_writers(self, changes: list[Change]) -> None:
         """Trace again where another thread has written over what the step has written, or may have."""
-        if taken := [place for place in self.taken if place not in self.unread]:
+        if taken := [place for place in self.numbers.taken if place not in self.unread]:
             raise Disturbed(taken[0])
         for change in self.snapshot.others():
             if change.location in self.unread:
@@ -207,7 +206,9 @@ class Changes:
             raise Disturbed(disturbed)
         places = [number.location for number in self.request.numbers]
         values = [place.get() for place in places]
-        changed = [place for place, now, before in zip(places, values, self.numbers, strict=True) if now != before]
+        changed = [
+            place for place, now, before in zip(places, values, self.numbers.values, strict=True) if now != before
+        ]
         if changed and not (all(map(is_number, values)) and self.questions.allow(values)):
             raise Disturbed(changed[0])
         return values

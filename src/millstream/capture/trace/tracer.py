@@ -56,16 +56,12 @@ from millstream._torch.unseen import exchanged
 from millstream._torch.workarounds import is_off
 from millstream.capture.effects.effect_recorder import EffectRecorder as EffectsRecorder
 from millstream.capture.effects.effect_recorder import text_changed
-from millstream.capture.effects.expressions import Ask, Nth, computes_the_same
-from millstream.capture.effects.host_effects import COUNTING, Way
 from millstream.capture.effects.printed import outputs_recorded
 from millstream.capture.lines import (
     caller_of,
     here,
     is_of_call,
-    is_users_own,
     place_of,
-    stops_in_debugger,
     told,
 )
 from millstream.capture.record.instructions import why_not
@@ -75,12 +71,11 @@ from millstream.capture.record.paths import items_of, location_of, path_of
 from millstream.capture.record.reads import Kind, Read, Write, is_a
 from millstream.capture.record.recorded_code import make_recorder, until_operators
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.state.code import compares_types
 from millstream.capture.state.contents import is_container, without_cache
 from millstream.capture.state.discover import is_unknown, lacks_cache
 from millstream.capture.state.executed import CodeWatch, others_may_write
 from millstream.capture.state.host_generators import GENERATORS
-from millstream.capture.state.impure import PROFILER, STARTED, ImpureCalls
+from millstream.capture.state.impure import ImpureCalls
 from millstream.capture.state.lift import (
     check_apart,
     device_of,
@@ -93,8 +88,9 @@ from millstream.capture.state.snapshot import StateSnapshot, is_type_of_tracing
 from millstream.capture.trace import scalar_methods  # noqa: F401  by which scalars have operators
 from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.clocks import Clocks
-from millstream.capture.trace.draws import Draws, are_alike
+from millstream.capture.trace.draws import Draws
 from millstream.capture.trace.known_arrays import writes_array
+from millstream.capture.trace.merged_ways import merge
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
 from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
@@ -110,6 +106,7 @@ from millstream.capture.trace.patches.optimizers import (
     widen_counts,
 )
 from millstream.capture.trace.patches.randomness import RandomState, draws_recorded
+from millstream.capture.trace.refused_code import RefusedCode
 from millstream.capture.trace.request import (
     Converted,
     Disturbed,
@@ -123,14 +120,15 @@ from millstream.capture.trace.request import (
     Traced,
     TypesCompared,
 )
-from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_number, is_scalar
+from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_scalar
 from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.stand_ins import StandIns
 from millstream.capture.trace.traced_switches import SwitchWatch
 from millstream.capture.trace.traced_tensors import Leaving, writes_host
 from millstream.capture.trace.twins import Twins, fake_of, real_of
 from millstream.capture.trace.unsupported import find_unsupported
-from millstream.capture.trace.value_branches import Ways, are_effects_alike, check_alike, join_effects, join_gradients
+from millstream.capture.trace.users_numbers import UsersNumbers
+from millstream.capture.trace.value_branches import Ways
 from millstream.errors import CaptureError, DataParallelError, without_frames
 from millstream.locks import TRACING, unknown_before
 from millstream.passes.cleanup import (
@@ -144,7 +142,7 @@ from millstream.passes.cleanup import (
     written_storages,
 )
 from millstream.passes.pure_bodies import make_bodies_pure
-from millstream.passes.selecting import DifferentWays, merge_ways, results_of, set_results
+from millstream.passes.selecting import DifferentWays, results_of
 from millstream.room import with_room
 from millstream.signals import signals_wait
 from millstream.tree.containers import containers_in
@@ -161,9 +159,6 @@ from millstream.tree.spec import (
 
 _WANTED = (*GENERATORS, IOBase, Optimizer, GradScaler, BuiltinFunctionType, MethodType)
 """Classes of objects that are looked at before the step uses them, and of what may be their methods, or clocks."""
-
-_WALKING = frozenset({"next_functions", "variable"})
-"""Attributes by which one comes from a result to the parameters that it was computed from."""
 
 SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
 
@@ -213,13 +208,10 @@ class _Tracer:
     stepped: list[Optimizer] = field(default_factory=list)
     failure: Exception | None = None
     unsupported: dict[int, CaptureError] = field(init=False)  # by id, what was found and must not be used
-    numbers: list[Any] = field(default_factory=list)
-    users_scalars: dict[int, GraphScalar] = field(default_factory=dict)
-    users_readers: dict[int, Callable[[], Any]] = field(default_factory=dict)
-    left_alone: set[Location] = field(default_factory=set)
+    numbers: UsersNumbers = field(init=False)
+    code: RefusedCode = field(init=False)
     looked_at: set[int] = field(default_factory=set)
     asked: set[int] = field(default_factory=set)
-    walked: set[str] = field(default_factory=set)  # of ``_WALKING``, those in code that has run
     graded: set[int] = field(default_factory=set)
     exchanges: list[Any] = field(default_factory=list)
     sizes: TracedSizes | None = None
@@ -247,6 +239,7 @@ class _Tracer:
         self.unlifted = find_unlifted(self.request.found)
         self.questions = Questions(self._new_input, self._new_array)
         self.questions.texts.style = self.request.style
+        self.numbers = UsersNumbers(self.request, self.questions)
         self.recorder = EffectsRecorder(self.questions, self._is_users, self._note_writes)
         self.questions.check, self.questions.branch = self.recorder.check, self.recorder.branch
         request = self.request
@@ -258,18 +251,14 @@ class _Tracer:
         self.recorder.choose = self.ways.take
         self.record = make_recorder(request.function, request.arguments, _WANTED)
         self.record.watch = self
+        code = self.code = RefusedCode(request, self.record, self.questions, self._report)
         self.watch = CodeWatch(
             self._on_code,
-            ImpureCalls(
-                self.record.is_new,
-                self._on_impure,
-                lambda frame: self._report(stops_in_debugger(_line_of(frame))),
-                lambda _: self.switches.note_set(here()),
-            ),
-            self._has_found,
-            self._on_opaque,
-            self._on_text,
-            self._on_extension,
+            ImpureCalls(self.record.is_new, code.on_impure, code.on_debugger, lambda _: self.switches.note_set(here())),
+            code.has_found,
+            code.on_opaque,
+            code.on_text,
+            code.on_extension,
         )
         self.switches = SwitchWatch(request.settings)
         device = device_of([*(entry.tensor for entry in request.state), *request.arguments])
@@ -282,7 +271,7 @@ class _Tracer:
             self.questions.num_before += sum(map(len, self.sizes.shapes))
         seems_before = self.record.seems_before
         self.draws = Draws(self.questions, self.recorder, device, request.drawn, self._note_failure, seems_before)
-        self.clocks = Clocks(self.recorder, self._on_impure)
+        self.clocks = Clocks(self.recorder, code.on_impure)
         self.stand_ins = StandIns(self.draws.stand_in, self.clocks.stand_in)
 
     def trace(self) -> Traced:
@@ -313,82 +302,10 @@ class _Tracer:
             other = _Tracer(replace(self.request, ways=ways))
             self.others.append(other)
             try:
-                tracer, gm = tracer._merge(gm, *other._trace_ways(), number)
+                tracer, gm = merge(tracer, gm, *other._trace_ways(), number)
             except DifferentWays as different:
                 raise self.ways.refusal(number, str(different)) from None
         return tracer, gm
-
-    def _merge(
-        self, gm: fx.GraphModule, other: _Tracer, its: fx.GraphModule, number: int
-    ) -> tuple[_Tracer, fx.GraphModule]:
-        """Have one graph for both ways of a branch; the tracer that goes on is the one that reads more numbers."""
-        if len(other.questions.inputs) > len(self.questions.inputs):
-            return other._merge(its, self, gm, number)
-        if other.unsettled is not None:
-            raise other.unsettled
-        if len(other.ways.values) <= number:  # something decides that is not in the graph
-            raise DifferentWays("are not the same up to there")
-        if self.exchanges or other.exchanges:
-            raise DifferentWays("communicate with other processes")
-        inputs = zip(self.questions.inputs, other.questions.inputs, strict=False)  # the other way may read fewer
-        if not all(computes_the_same(one.of, two.of) for one, two in inputs):
-            raise DifferentWays("read different numbers")
-        draws, others = self.questions.draws, other.questions.draws
-        if len(draws) != len(others) or not all(map(are_alike, draws, others)):
-            raise DifferentWays("draw different random numbers")
-        check_alike(self.leaving, other.leaving)
-        is_alike = are_effects_alike(self.recorder, other.recorder)
-        num_both = self.num_results if is_alike else self.leaving.num_tensors
-        results, others = map(results_of, (gm, its))
-        for each, tracer, all_results in ((gm, self, results), (its, other, others)):
-            values = all_results[tracer.num_results :][: number + 1]
-            set_results(each, [*all_results[:num_both], *values])
-        outcome = self.ways.taken[number]
-        own = merge_ways(gm, its, self._inputs_of_both(gm, its), num_both + number, outcome=outcome)
-        *both, value = results_of(gm)
-        kept = [*both[:num_both], *results[num_both : self.num_results]]
-        way = Way(self.num_results, outcome)
-        dropped = join_gradients(self.leaving, other.leaving, way, self.ways.lines[number])
-        if not is_alike:
-            self._join_effects(
-                other, way, number, sum(kept[stack].meta["val"].shape[0] for stack in self.leaving.effects.stacks)
-            )
-        if dropped or not is_alike:
-            kept += (value, *(own[each] for each in others[num_both : other.num_results]))
-        self.recorder.program += dropped
-        self.num_results = len(kept)
-        set_results(gm, [*kept, *both[num_both:]])
-        self._join_questions(other)
-        lines = (self.ways.lines[number], *self.leaving.effects.branches, *other.leaving.effects.branches)
-        self.leaving.effects.branches = [*dict.fromkeys(lines)]
-        return self, gm
-
-    def _inputs_of_both(self, gm: fx.GraphModule, its: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-        """For each input of the other way's graph that of this one's, which may read more numbers."""
-        mine, others = (each.graph.find_nodes(op="placeholder") for each in (gm, its))
-        num_last = len(self.request.arguments)
-        first, last = others[: len(others) - num_last], others[len(others) - num_last :]
-        return {**dict(zip(first, mine, strict=False)), **dict(zip(last, mine[len(mine) - num_last :], strict=True))}
-
-    def _join_effects(self, other: _Tracer, way: Way, number: int, num_items: int) -> None:
-        if (where := other.questions.texts.unshown()) is not None:
-            raise text_changed(where)
-        num_before = self.ways.num_effects[number]
-        shift = self.num_results + 1 - other.leaving.num_tensors
-        join_effects(self.leaving, other.leaving, num_before, way, num_items, shift)
-        self.leaving.effects.waits = sorted({*self.leaving.effects.waits, self.ways.lines[number]})
-        self.recorder.outline = [self.recorder.outline, other.recorder.outline]
-
-    def _join_questions(self, other: _Tracer) -> None:
-        """The graph depends on what either way has asked and used."""
-        for step in other.questions.steps:
-            if isinstance(step, Ask):
-                self.questions.add(step)
-        self.has_text |= other.has_text or bool(other.questions.texts.made)
-        self.looked_at |= other.looked_at
-        self.asked |= other.asked
-        self.wrapper_reads |= other.wrapper_reads
-        self.stepped += [each for each in other.stepped if each not in self.stepped]
 
     def _trace_way(self) -> fx.GraphModule:
         request = self.request
@@ -408,7 +325,7 @@ class _Tracer:
                     [*state, *before, *request.arguments], self.mode, request.host_scalars, fakes, self.kind
                 ).active() as own,
                 self.mode,
-                self._numbers_replaced(),
+                self.numbers.replaced(),
                 self.stand_ins.active(),
                 math_takes_scalars(),
                 json_takes_scalars(),
@@ -514,7 +431,7 @@ class _Tracer:
                     self.twins,
                     functions,
                     randoms,
-                    self._write_numbers_down,
+                    self.numbers.write_down,
                     self.switches.check,
                     self.ways.take,
                 ),
@@ -567,7 +484,7 @@ class _Tracer:
             if id(each) in self.unsupported:
                 self._report(self.unsupported[id(each)])
         if self.has_others:
-            self._take_from_others()
+            self.numbers.take_from_others(self.snapshot)
 
     def begins(self, frame: FrameType) -> None:
         """Code is about to run."""
@@ -626,14 +543,7 @@ class _Tracer:
 
     def asks(self, source: Any, read: Read | None) -> None:
         """Refuse a step that asks an iterator, which would give each item once."""
-        name = type(source).__name__ if read is None else path_of(read, self.record)
-        self._report(
-            CaptureError(
-                f"The step takes its data from an iterator, {name}.",
-                where=here(),
-                remedy="Pass the batch as an argument instead.",
-            )
-        )
+        self.code.asks(source, read)
 
     def _on_code(self, frame: FrameType) -> None:
         """Stop before code of the user's that a trace cannot follow."""
@@ -651,94 +561,11 @@ class _Tracer:
                 if new := self.changes.numbers_missing():
                     self._report(NumbersChanged(new))
                 self._report(StateMissing(f"{frame.f_code.co_name}'s cache", here(num_left_out=1)))
-        self._check_comparisons(frame)
-        self._check_leaves(frame)
-
-    def _check_comparisons(self, frame: FrameType) -> None:
-        """Stop before code that asks of what type a number is, where scalars stand for some.
-
-        In the user's own code only: libraries ask it of much else.
-        """
-        if not is_users_own(frame.f_code.co_filename) or not compares_types(frame.f_code):
-            return
-        error = CaptureError(
-            f"{frame.f_code.co_name} compares the type of something with int or float, while numbers change.",
-            where=here(),
-            remedy="Ask isinstance(number, int) instead.",
-        )
-        scalars = () if self.request.is_plain else self.users_scalars
-        if scalars or self.sizes:
-            self._report(TypesCompared(error))
-        self.draws.forbid(error)
-
-    def _check_leaves(self, frame: FrameType) -> None:
-        """Stop before code that asks autograd's graph for the parameters that it leads to: there those are twins."""
-        self.walked |= _WALKING.intersection(frame.f_code.co_names)
-        if self.walked == _WALKING:
-            self._report(
-                CaptureError(
-                    "The step follows autograd's graph to the parameters at its end (next_functions, variable).",
-                    where=here(),
-                    remedy="Do that once, outside of the step.",
-                )
-            )
-
-    def _on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
-        where = _line_of(frame)
-        if what == PROFILER:
-            error = _switches_profiler(where)
-        elif what in STARTED:
-            error = CaptureError(
-                f"The step starts {what}, which a graph would not do again.",
-                where=where,
-                remedy="Let ms.callback do it, as in ms.callback(pool.submit, save, loss).",
-            )
-        elif is_written:
-            error = CaptureError(
-                f"The step writes to {what}, which a graph would not do again.",
-                where=where,
-                remedy="Let ms.callback do it, as in ms.callback(writer.writerow, [loss.item()]).",
-            )
-        else:
-            error = CaptureError(
-                f"The step reads {what}, which gives something else each time.",
-                where=where,
-                remedy="Read it outside of the step, and pass what depends on it as an argument.",
-            )
-        self._report(error)
-
-    def _has_found(self, owner: Any, function: Any) -> bool:
-        """Return whether an object in C, or its function, is where the user has it, or among the arguments."""
-        origins = ((each, self.record.origin_of(each)) for each in (owner, function))
-        found = (each for value, each in origins if each is not None and each.holder is not value)
-        is_given = any(value is owner for _, value in self.request.roots)
-        return is_given or any(counts(each, self.record) and self.record.was_before(each) for each in found)
-
-    def _on_opaque(self, frame: FrameType, function: Any, owner: Any) -> None:
-        origin = self.record.origin_of(owner)
-        name = type(owner).__name__ if origin is None else path_of(origin, self.record)
-        what, kind = f"{name}.{function.__name__}()", type(owner).__name__
-        self._report(
-            CaptureError(
-                f"The step calls {what}, and nobody can compare what that {kind} holds.",
-                where=_line_of(frame),
-                remedy="Call it outside of the step, take a lock by with, or let ms.callback do it, as in "
-                "ms.callback(digest.update, data).",
-            )
-        )
-
-    def _on_extension(self, frame: FrameType, function: Any) -> None:
-        self._report(
-            CaptureError(
-                f"The step calls {function.__name__}(), C++ code that may use a tensor's memory past operators.",
-                where=_line_of(frame),
-                remedy="Put the call into a torch.library.custom_op with a register_fake, which is captured.",
-            )
-        )
-
-    def _on_text(self, frame: FrameType) -> None:
-        if self.questions.texts.made:
-            self._report(text_changed(_line_of(frame)))
+        if (error := self.code.compared_types(frame)) is not None:
+            if self.sizes or (self.numbers.scalars and not self.request.is_plain):
+                self._report(TypesCompared(error))
+            self.draws.forbid(error)
+        self.code.check_leaves(frame)
 
     def _held(self) -> dict[int, Reference]:
         """By id, what stands as it is among the arguments."""
@@ -763,7 +590,7 @@ class _Tracer:
                 remedy="Put the launch into a torch.library.custom_op with a register_fake, which is captured.",
             )
         text = f"Tracing failed: {told(error)}"
-        has_number = self.questions.readable(text, self.numbers) != text
+        has_number = self.questions.readable(text, self.numbers.values) != text
         instead = "use the number there, and not its text" if has_number else "keep it out of the step"
         return CaptureError(
             text,
@@ -782,7 +609,7 @@ class _Tracer:
         """Show numbers in the text of an error, and of its cause, where the tokens are that stand for them."""
 
         def shown(part: Any) -> Any:
-            return self.questions.readable(part, self.numbers) if isinstance(part, str) else part
+            return self.questions.readable(part, self.numbers.values) if isinstance(part, str) else part
 
         while error is not None:
             error.args = tuple(map(shown, error.args))
@@ -806,61 +633,9 @@ class _Tracer:
     def _new_array(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.new_inputs.add(dtype, device, shape)
 
-    @contextlib.contextmanager
-    def _numbers_replaced(self) -> Iterator[None]:
-        """Put graph scalars in the places of the numbers."""
-        with TRACING.undoing(self._give_numbers_back):
-            for index, number in enumerate(self.request.numbers):
-                scalar = GraphScalar(0, Nth(index), self.questions, number.device, is_users=number.is_users)
-                if number.is_users:
-                    self.users_scalars[index] = scalar
-                    self.users_readers[index] = number.location.reader()
-                with COUNTING.lock:
-                    scalar.value = number.location.get()  # and at once, as other threads may write there
-                    if number.is_users and self.request.is_plain:
-                        scalar.plain()
-                    else:
-                        number.location.set(scalar)
-                self.numbers.append(scalar.value)
-            yield
-
-    def _give_numbers_back(self) -> None:
-        for number, value in zip(self.request.numbers, self.numbers, strict=False):
-            with COUNTING.lock:
-                if is_scalar(number.location.get()):  # and not what another thread has put there
-                    number.location.set(value)
-
-    def _take_from_others(self) -> None:
-        """Where another thread has put a number in the place of one that the step counts on, count on that one.
-
-        Asked all the time: what the step adds to a plain number would be taken for the other thread's, too.
-        """
-        for index, read in self.users_readers.items():
-            try:
-                now = read()
-            except (LookupError, ValueError):  # it is gone
-                continue
-            if type(now) is GraphScalar or not is_number(now):
-                continue
-            scalar, location = self.users_scalars[index], self.request.numbers[index].location
-            if is_scalar(now) or location in self.left_alone:
-                continue
-            if any(change.location == location for change in self.snapshot.others()):
-                with COUNTING.lock:
-                    self.numbers[index] = scalar.value = location.get()
-                    location.set(scalar)
-                self.changes.taken.append(location)
-            else:
-                self.left_alone.add(location)
-
     def _before(self, number: Any) -> Any:
         """Return what was where the step has put ``number``; asked by other threads."""
         return next((change.before for change in self.snapshot.changes() if change.after is number), MISSING)
-
-    def _write_numbers_down(self) -> None:
-        """Let the graph depend on the user's numbers as they are."""
-        for scalar in self.users_scalars.values():
-            scalar.plain()
 
     def _on_unlifted(self, tensor: Tensor) -> NoReturn:
         """Stop at a tensor that was found and cannot be lifted: the step does use it."""
@@ -1058,18 +833,6 @@ def _not_recorded(why: str) -> Exception:
         remedy="Have a C++ compiler and Python's headers (python3-dev) installed, and set no tracer within the step.",
     )
     return error if why_not() else NotNow(error)
-
-
-def _switches_profiler(where: str = "") -> CaptureError:
-    return CaptureError(
-        "The step starts or stops a profiler, which a graph would not do again.",
-        where=where,
-        remedy="Start and stop it outside of the step.",
-    )
-
-
-def _line_of(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _constants_of(node: fx.Node, gm: fx.GraphModule) -> tuple[str, ...]:
