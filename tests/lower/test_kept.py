@@ -27,6 +27,7 @@ import millstream.lower.compile as compiling
 from millstream import cache
 from millstream._torch.compiler.size_expressions import decode_expression, encode_expression
 from millstream._torch.workarounds import without
+from millstream.lower import lower_graph
 from millstream.lower.kept import key
 from tests.clocks import HANG_S
 
@@ -373,7 +374,7 @@ def test_switched_off_nothing_is_found_and_nothing_waits(folder, monkeypatch):
     monkeypatch.setenv("MILLSTREAM_WARM_START", "0")
     monkeypatch.setattr("millstream.lower.kept.program_files.file_lock", fail_with(errno.EDEADLK))
     monkeypatch.setattr(compiling, "compile_fx", compile_fx)
-    monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
+    monkeypatch.setattr(lower_graph, "compile_fx_inner", refuse)
     with lowered_anew():
         take_steps()
 
@@ -417,7 +418,7 @@ def test_model_is_found_forward_and_backward(tmp_path, monkeypatch, dynamic):
         return result.detach(), model.linear.weight.grad
 
     first = run()
-    monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
+    monkeypatch.setattr(lower_graph, "compile_fx_inner", refuse)
     assert same(run(), first)
 
 
@@ -431,7 +432,7 @@ def test_model_is_found_whose_stride_became_a_number(tmp_path, monkeypatch):
         return [compiled(x, torch.ones(4, 2)).detach() for x in (rows[:, :3], rows[:, :3].contiguous())]
 
     first = run()
-    monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
+    monkeypatch.setattr(lower_graph, "compile_fx_inner", refuse)
     assert same(run(), first)
 
 
@@ -476,7 +477,7 @@ def test_one_process_lowers_and_others_wait(kept, folder, monkeypatch, has_lower
         locks.extend(folder.glob("*.lock"))
         refuse()
 
-    monkeypatch.setattr(compiling, "compile_fx_inner", note_locks)
+    monkeypatch.setattr(lower_graph, "compile_fx_inner", note_locks)
     programs = {path: path.read_bytes() for path in folder.iterdir()}
     for path in programs:
         path.unlink()
@@ -499,7 +500,7 @@ def test_one_process_lowers_and_others_wait(kept, folder, monkeypatch, has_lower
 
 def test_who_is_kept_waiting_for_too_long_lowers(kept, folder, monkeypatch):
     monkeypatch.setattr(compiling, "compile_fx", compile_fx)
-    monkeypatch.setattr(compiling, "compile_fx_inner", refuse)
+    monkeypatch.setattr(lower_graph, "compile_fx_inner", refuse)
     monkeypatch.setattr("millstream.lower.kept.program_files.PATIENCE_S", 0.05)
     fcntl = pytest.importorskip("fcntl")
     with contextlib.ExitStack() as stack:
