@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,8 @@ import warnings
 
 import torch
 
-from millstream import FallbackWarning
+from millstream import FallbackWarning, _native
+from millstream.cache import cache_folder
 from tests.clocks import HANG_S
 
 
@@ -48,3 +50,11 @@ def output_of(program, *, timeout=180):
     done = run_python(program, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def bring_compiled_code(folder):
+    """Put the library's compiled code into a new cache folder: there it would be compiled once more, for seconds."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for path in filter(None, map(_native.find, _native.NAMES)):
+        if path.parent == cache_folder():
+            shutil.copy2(path, folder)

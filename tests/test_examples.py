@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millstream.api import executables, is_compiled
-from tests.processes import run_here
+from tests.processes import bring_compiled_code, run_here
 
 ROOT = Path(__file__).parents[1]
 STEPS = 4
@@ -38,6 +38,7 @@ def test_example(name, tmp_path, monkeypatch, capsys):
     resumes = name == "small_gpt"
     if resumes:  # in a second process, which finds what the first has lowered
         monkeypatch.setenv("MILLSTREAM_WARM_START", "1")
+        bring_compiled_code(tmp_path / "cache")
         monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "cache"))
     own = [STEPS, tmp_path] if resumes else [STEPS]
     path = ROOT / "examples" / f"{name}.py"

@@ -30,6 +30,7 @@ from millstream._torch.workarounds import without
 from millstream.lower import lower_graph
 from millstream.lower.kept import key
 from tests.clocks import HANG_S
+from tests.processes import bring_compiled_code
 
 compile_fx = compiling.compile_fx
 
@@ -87,6 +88,7 @@ def refuse(*_, **__):
 def kept(tmp_path_factory):
     """A cache with the program of the step as it is, and what it returned."""
     folder = tmp_path_factory.mktemp("kept")
+    bring_compiled_code(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MILLSTREAM_CACHE_DIR", str(folder))
         patch.setenv("MILLSTREAM_WARM_START", "1")
@@ -214,6 +216,7 @@ def take_sizes(step, *sizes):
 def kept_for_sizes(tmp_path_factory):
     """A cache with the program of the step for any number of rows, and what it returned at some."""
     folder = tmp_path_factory.mktemp("kept")
+    bring_compiled_code(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MILLSTREAM_CACHE_DIR", str(folder))
         patch.setenv("MILLSTREAM_WARM_START", "1")

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch._decomp import global_decomposition_table
 
-from millstream.cache import cache_folder
 from millstream.capture import Step
 from millstream.capture.kept import pickling
 from millstream.capture.kept.descriptions import TraceNotKept
@@ -32,6 +31,7 @@ from tests.capture.guards.cells import CELLS
 from tests.capture.guards.programs import Program, Site, _load, frozen
 from tests.capture.kept.edits import EDITS, FILES
 from tests.capture.worlds import assert_same, interpret
+from tests.processes import bring_compiled_code
 
 FEW = 40
 """Each so many cells are in every run; all of them, and all edits, in the slow ones."""
@@ -40,6 +40,7 @@ FEW = 40
 @pytest.fixture
 def taken(monkeypatch, tmp_path):
     """For each time that a trace was looked for in an empty cache, and there was one: whether it was taken."""
+    bring_compiled_code(tmp_path)
     for name, value in (("WARM_START", "1"), ("TRACES", ""), ("CACHE_DIR", str(tmp_path))):
         monkeypatch.setenv(f"MILLSTREAM_{name}", value)
     (tmp_path / "traces").mkdir(mode=0o700)
@@ -417,8 +418,7 @@ def run_project(folder, files):
 def project(tmp_path_factory):
     """A folder with the project, which a process has run, and the cache that it has left."""
     folder, cached = tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("left")
-    for path in cache_folder().glob("*.so"):  # compiled code, which need not be compiled once more
-        shutil.copy2(path, cached)
+    bring_compiled_code(cached)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("WARM_START", "1"), ("TRACES", ""), ("CACHE_DIR", str(cached))):
             patch.setenv(f"MILLSTREAM_{name}", value)

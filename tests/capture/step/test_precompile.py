@@ -6,10 +6,12 @@ from torch import nn
 
 import millstream as ms
 import millstream.lower.compile as compiling
+from tests.processes import bring_compiled_code
 
 
 @pytest.fixture(autouse=True)
 def _warm(tmp_path, monkeypatch):
+    bring_compiled_code(tmp_path)
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("MILLSTREAM_WARM_START", "1")
 
