@@ -46,20 +46,26 @@ def unchecked_distributions() -> AbstractContextManager[None]:
     return flagged(Distribution, "_validate_args", value=False)
 
 
+_LOGGED = {"torch._subclasses.fake_tensor": logging.ERROR, "torch.autograd.graph": logging.DEBUG}
+"""Loggers of what happens to fake tensors, and of which level: failures, and each node of a backward pass."""
+
+
 @contextlib.contextmanager
-def failures_unlogged() -> Iterator[None]:
-    """For the length of the context, fake tensors don't log what this thread gets as an error. Tried on 2.11, 2.13."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+def fakes_unlogged() -> Iterator[None]:
+    """For the length of the context, PyTorch does not log what this thread does to fakes. Tried on 2.11, 2.13."""
     thread = threading.get_ident()
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR or threading.get_ident() != thread
+        return record.levelno != _LOGGED[record.name] or threading.get_ident() != thread
 
-    log.addFilter(is_wanted)
+    logs = [logging.getLogger(name) for name in _LOGGED]
+    for log in logs:
+        log.addFilter(is_wanted)
     try:
         yield
     finally:
-        log.removeFilter(is_wanted)
+        for log in logs:
+            log.removeFilter(is_wanted)
 
 
 def code_asking(func: Any, frame: FrameType) -> CodeType | None:

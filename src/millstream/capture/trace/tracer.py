@@ -45,7 +45,7 @@ from millstream._torch.scaler import is_idle, steps_are_masked
 from millstream._torch.tensors import FakeTensor, FakeTensorMode, storage_id
 from millstream._torch.tracing import (
     NewInputs,
-    failures_unlogged,
+    fakes_unlogged,
     no_compiled_modules,
     pretend_compiling,
     scripts_as_python,
@@ -319,7 +319,7 @@ class _Tracer:
             with (
                 no_compiled_modules(),
                 plain_recurrence(),
-                failures_unlogged(),
+                fakes_unlogged(),
                 finalizers_apart(self.recorder),
                 Twins(
                     [*state, *before, *request.arguments], self.mode, request.host_scalars, fakes, self.kind
