@@ -276,7 +276,7 @@ def without_one(rank, which):
     train(step, batches(rank, 2))
     reducer = step._replica
     (gathers,) = reducer._gathers.values()
-    kinds = {"reduce": reducer._rounds[0], "norm": list(reducer._norms.values()), "gather": gathers}
+    kinds = {"reduce": reducer._rounds[0], "norm": list(reducer._norms._exchanges.values()), "gather": gathers}
     if which is not None:
         kinds[which][0]._issue = lambda memory, **_: None
     train(step, batches(rank, 4))
