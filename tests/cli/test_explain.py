@@ -65,7 +65,7 @@ def test_script_that_ends_early_is_explained(end, tmp_path, capsys):
         ("run.py:other", "run.py has no global 'other'; compiled there: step"),
         ("run.py:trainer.other", "run.py:trainer.other: 'Trainer' object has no attribute 'other'"),
         ("other", "'other' is nothing to explain: give SCRIPT.py:OBJECT, as in train.py:train_step"),
-        ("run.py:model", "Expected what ms.compile or ms.step returned, got Linear"),
+        ("run.py:model", "Expected what ms.compile or ms.step returned, or torch.compile with our backend, got Linear"),
     ],
 )
 def test_wrong_target(target, message, capsys):

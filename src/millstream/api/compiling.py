@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from millstream._torch.compiler.dynamo import is_compiled_by_torch
+from millstream._torch.compiler.dynamo import backend_behind, backend_that_calls, is_compiled_by_torch
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.compiled_module import CompiledModule, compile_module
 from millstream.capture.model import Builder, Compiled, Compiler
@@ -203,9 +203,38 @@ def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
     Raises:
         ArgumentError: One of them has no meaning.
     """
+    backend = backend_that_calls()
+    compiler = _compiler_of_torch(kwargs) if backend is None else _compiler_kept_by(backend)
+    return compiler(gm, inputs)
+
+
+def compiler_behind(compiled: Any) -> Compiler | None:
+    """Return what has compiled the graphs of a result of ``ms.compile``, or of ``torch.compile`` with our backend.
+
+    A module that compiles in place, by ``module.compile(backend="millstream")``, is one of these. ``None`` for others.
+    """
+    if issubclass(type(compiled), CompiledModule):
+        return compiled._millstream.compiler  # type: ignore[no-any-return]
+    if isinstance(compiled, Compiled):
+        return compiled.compiler
+    backend = backend_behind(compiled)
+    return _compiler_kept_by(backend) if getattr(backend, "compiler_fn", None) is dynamo_backend else None
+
+
+def _compiler_kept_by(backend: Any) -> Compiler:
+    """One for all graphs of one call of ``torch.compile``, which lives as long as what that returned."""
+    if (compiler := vars(backend).get(_COMPILER)) is None:
+        vars(backend)[_COMPILER] = compiler = _compiler_of_torch(backend.kwargs)
+    return compiler  # type: ignore[no-any-return]
+
+
+_COMPILER = "_millstream_compiler"
+
+
+def _compiler_of_torch(kwargs: dict[str, Any]) -> Compiler:
     ours, inductors = split_options(kwargs.get("options"))
     settings = Settings.of(**ours, options=with_mode(kwargs.get("mode"), inductors) or None)
-    return _compiler(settings, "millstream")(gm, inputs)
+    return _compiler(settings, "millstream")
 
 
 def improving(lowered: Lowered, settings: Settings, make: Callable[[Lowered], Engine]) -> Engine | Improving:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from millstream.capture.compiled_module import CompiledModule
-from millstream.capture.model import Compiled
+from millstream._torch.compiler.dynamo import is_compiled_by_torch
+from millstream.api.compiling import compiler_behind
+from millstream.capture.model import Compiler
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.step import Step
 from millstream.cost import Roofline
@@ -38,7 +39,8 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
     A program that serves many sizes has a line for each, and is described in full at the one called most often.
 
     Args:
-        compiled: A result of ``ms.compile`` or ``ms.step`` that has been called (a step twice).
+        compiled: A result of ``ms.compile`` or ``ms.step`` that has been called (a step twice), or of
+            ``torch.compile(..., backend="millstream")``, or a module that compiles in place with that backend.
         measure: Whether to measure each kernel.
         size: Only programs at this value of a size that changes, such as the batch's rows. Programs for one size are
             told by the dimensions in which their inputs differ from those of others; a single one by any dimension.
@@ -59,7 +61,7 @@ def explain(compiled: Any, *, measure: bool = False, size: int | None = None) ->
             for one in map(_present, getattr(graph.executable, "executables", ()))
         ]
     else:
-        compiler = _compiled(compiled).compiler
+        compiler = _compiler_of(compiled)
         name, fallbacks, captures = compiler.name, tuple(compiler.fallbacks), ()
         made = [(_present(one), ()) for graph in compiler.graphs for one in graph.executables]
     static = None if size is None else _at_one_size([one for one, _ in made], size)
@@ -192,7 +194,7 @@ def executables(compiled: Any) -> list[Engine]:
     compiled = _function_of(compiled)
     if isinstance(compiled, Step):
         return [executable for graph in compiled.graphs for executable in _behind(graph)]
-    return _flat(executable for graph in _compiled(compiled).compiler.graphs for executable in graph.executables)
+    return _flat(executable for graph in _compiler_of(compiled).graphs for executable in graph.executables)
 
 
 def exchanges(step: Any) -> list[Any]:
@@ -212,9 +214,9 @@ def _agreed(step: Any) -> list[AgreedEngine]:
 
 
 def is_compiled(value: Any) -> bool:
-    """Return whether ``explain`` takes it: it is what ``ms.compile`` or ``ms.step`` returned."""
+    """Return whether ``explain`` takes it: what ``ms.compile`` or ``ms.step`` returned, or torch.compile with us."""
     function = _function_of(value)
-    return isinstance(function, (Step, Compiled)) or issubclass(type(function), CompiledModule)
+    return isinstance(function, Step) or compiler_behind(function) is not None
 
 
 def _behind(graph: StepGraph) -> Sequence[Engine]:
@@ -237,9 +239,14 @@ def _function_of(compiled: Any) -> Any:
     return compiled.__func__ if isinstance(compiled, types.MethodType) else compiled
 
 
-def _compiled(compiled: Any) -> Compiled:
-    if issubclass(type(compiled), CompiledModule):
-        return compiled._millstream  # type: ignore[no-any-return]
-    if isinstance(compiled, Compiled):
-        return compiled
-    raise ArgumentError(f"Expected what ms.compile or ms.step returned, got {type(compiled).__name__}.")
+def _compiler_of(compiled: Any) -> Compiler:
+    if (compiler := compiler_behind(compiled)) is None:
+        raise ArgumentError(
+            f"Expected what ms.compile or ms.step returned, or torch.compile with our backend, got {_kind_of(compiled)}."
+        )
+    return compiler
+
+
+def _kind_of(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{kind}, which another backend compiles" if is_compiled_by_torch(value) else kind

@@ -248,3 +248,40 @@ def is_compiled_by_torch(function: Any) -> bool:
         return True
     names = getattr(function, "__dict__", {})  # not by getattr: a compiled part's attribute is not the whole's
     return "_torchdynamo_orig_callable" in names and not names.get("_torchdynamo_disable", False)
+
+
+def backend_behind(function: Any) -> Any:
+    """Return the object that ``torch.compile`` keeps for a call of it, and calls to compile graphs.
+
+    Args:
+        function: What it returned, or a module that compiles in place. ``None`` is the answer for anything else, and
+            for a backend of which Dynamo keeps no such object. Tried on 2.13.
+    """
+    if isinstance(function, torch.nn.Module) and not isinstance(function, torch._dynamo.OptimizedModule):
+        function = function._compiled_call_impl
+    elif not is_compiled_by_torch(function):
+        return None
+    if isinstance(function, torch._dynamo.OptimizedModule):
+        found: Any = function.dynamo_ctx.callback
+    else:
+        cells = (_content_of(cell) for cell in getattr(function, "__closure__", None) or ())
+        found = next((each for each in cells if hasattr(each, _WRAPPED)), None)
+    while hasattr(found, _WRAPPED):
+        found = getattr(found, _WRAPPED)
+    return found if type(found) is torch._TorchCompileWrapper else None
+
+
+def backend_that_calls() -> Any:
+    """Return the same object in a backend that it has called, if it has."""
+    caller = sys._getframe(2).f_locals.get("self")
+    return caller if type(caller) is torch._TorchCompileWrapper else None
+
+
+_WRAPPED = "_torchdynamo_orig_backend"
+
+
+def _content_of(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
