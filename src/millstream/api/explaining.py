@@ -242,7 +242,8 @@ def _function_of(compiled: Any) -> Any:
 def _compiler_of(compiled: Any) -> Compiler:
     if (compiler := compiler_behind(compiled)) is None:
         raise ArgumentError(
-            f"Expected what ms.compile or ms.step returned, or torch.compile with our backend, got {_kind_of(compiled)}."
+            "Expected what ms.compile or ms.step returned, or torch.compile with our backend, "
+            f"got {_kind_of(compiled)}."
         )
     return compiler
 
