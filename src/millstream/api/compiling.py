@@ -218,16 +218,23 @@ def compiler_behind(compiled: Any) -> Compiler | None:
     if isinstance(compiled, Compiled):
         return compiled.compiler
     backend = backend_behind(compiled)
-    return _compiler_kept_by(backend) if getattr(backend, "compiler_fn", None) is dynamo_backend else None
+    if getattr(backend, "compiler_fn", None) is not dynamo_backend:
+        return None
+    own = _compiler_kept_by(backend)
+    alike = (vars(each)[_COMPILER] for each in _backends.values() if each == backend)
+    return own if own.graphs else next((each for each in alike if each.graphs), own)
 
 
 def _compiler_kept_by(backend: Any) -> Compiler:
     """One for all graphs of one call of ``torch.compile``, which lives as long as what that returned."""
     if (compiler := vars(backend).get(_COMPILER)) is None:
         vars(backend)[_COMPILER] = compiler = _compiler_of_torch(backend.kwargs)
+        _backends[id(backend)] = backend
     return compiler  # type: ignore[no-any-return]
 
 
+_backends: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Of calls of ``torch.compile`` with ours: Dynamo has a graph once for all with the same options that it serves."""
 _COMPILER = "_millstream_compiler"
 
 
