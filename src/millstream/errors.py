@@ -69,7 +69,9 @@ class CaptureError(MillstreamError):
     """
 
     def __init__(self, reason: str, *, where: str = "", remedy: str = "") -> None:
-        what = reason if reason.endswith((".", "!", "?")) else f"{reason}."  # as it may quote another error
+        if reason.endswith("..") and not reason.endswith("..."):  # it quotes another error, which ends with one
+            reason = reason[:-1]
+        what = reason if reason.endswith((".", "!", "?")) else f"{reason}."
         super().__init__(" ".join(part for part in (what, f"At {where}." if where else "", remedy) if part))
         self.reason = reason
         self.where = where

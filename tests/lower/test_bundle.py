@@ -190,6 +190,8 @@ def test_nothing_to_save_is_said(tmp_path):
     with pytest.raises(ms.ArgumentError, match="no programs to save"):
         ms.save_programs(tmp_path / "run.msc")
     assert not (tmp_path / "run.msc").exists()
+    with pytest.raises(ms.ArgumentError, match="there is no folder"):
+        ms.save_programs(tmp_path / "absent" / "run.msc")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from millstream.errors import check_folder
 from millstream.lower.kept import bundle
 
 
@@ -24,9 +25,10 @@ def save_programs(path: str | os.PathLike[str], *, key: bytes | None = None) -> 
         The number of programs in it.
 
     Raises:
-        ArgumentError: This process has no program that is kept on disk.
+        ArgumentError: This process has no program that is kept on disk, or there is no such folder.
         OSError: The file cannot be written.
     """
+    check_folder(Path(path))
     return bundle.save(Path(path), key).programs
 
 

@@ -8,16 +8,21 @@ events and semaphores do: nothing is half done there, and nothing was taken.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from weakref import WeakSet
 
 JOIN_S = 5.0
 """Seconds that are waited for the thread at most; then it ends by itself when the source returns."""
+LEAVE_S = 1.0
+"""Seconds that the end of the interpreter waits for threads that were told to leave a source."""
 
 
 class Forks:
@@ -108,8 +113,23 @@ class Worker:
         """Have the thread end after what it was given, and wait for that if it takes no time."""
         self._has_ended = True
         self._jobs.put(None)
-        if waits and self._thread is not None and not self.is_current() and self.num_forks == Forks.count:
+        if self._thread is None or self.is_current() or self.num_forks != Forks.count:
+            return
+        if waits:
             self._thread.join(JOIN_S)
+        else:
+            _leaving.add(self._thread)
+
+
+_leaving: WeakSet[threading.Thread] = WeakSet()
+
+
+@atexit.register
+def _wait_for_leaving() -> None:
+    """Let threads that leave a source be gone: Python ends those left over, within C++ by ending the process."""
+    until = time.monotonic() + LEAVE_S
+    for thread in [*_leaving]:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _do_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -432,6 +432,12 @@ def test_a_failing_build_or_first_run_leaves_everything_as_it_was(when):
         assert torch.equal(left, right)
 
 
+def test_a_reason_that_quotes_a_sentence_ends_with_one_full_stop():
+    error = CaptureError("Tracing failed: it has no shape yet..", where="net.py:3", remedy="Call it once.")
+    assert str(error) == "Tracing failed: it has no shape yet. At net.py:3. Call it once."
+    assert str(CaptureError("It waits ...", remedy="Go on.")) == "It waits ... Go on."
+
+
 def test_the_warning_names_reason_line_and_remedy():
     _, step, batch = prepared(to_numpy)
     with pytest.warns(FallbackWarning) as caught:
