@@ -17,7 +17,7 @@ import torch
 from torch._inductor.codegen.wrapper import KernelDefinitionLine
 
 import millstream as ms
-from millstream.api.explaining import _compiled
+from millstream.api.explaining import _compiler_of
 from millstream.errors import FallbackWarning
 from millstream.lower.inductor import fx_wrapper, generated_kernels
 from millstream.lower.inductor.cpp_kernels import CppKernels
@@ -97,7 +97,7 @@ def run(program: Program | str, device: str = "cpu", *, lowered_only: bool = Fal
             seed = "" if isinstance(program, str) else f"seed {program.seed}, "
             raise WrongError(f"{seed}{wrap}, call {call}: {error}\n{source}") from None
         earlier += [(our, their, our.clone(), their.clone()) for our, their in zip(found, expected, strict=True)]
-    graphs = wrapped.graphs if is_step else _compiled(wrapped).compiler.graphs
+    graphs = wrapped.graphs if is_step else _compiler_of(wrapped).graphs
     return Outcome(is_captured=bool(graphs) and not reasons, refusals=tuple(reasons))
 
 

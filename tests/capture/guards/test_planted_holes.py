@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from millstream.capture.guards import derive
-from millstream.capture.guards.conditions import Check
-from millstream.capture.guards.guards import Guards
+from millstream.capture.guards.guards import Check, Guards
 from millstream.capture.record.location import MISSING, Attributes, ClassAttributes, ContextValue, SlotAttributes
 from millstream.capture.state.contents import is_buffer
 from tests.capture.guards.cells import CELLS

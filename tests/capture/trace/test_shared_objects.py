@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import millstream as ms
 from millstream.capture import Step
-from millstream.capture.trace.scalars import GraphScalar
+from millstream.capture.trace.numbers.scalars import GraphScalar
 from millstream.errors import CaptureError, FallbackWarning
 from millstream.signals import signals_wait
 from tests.capture.worlds import interpret

@@ -27,7 +27,7 @@ from millstream.capture.effects.late_values import (
     holds_token,
 )
 from millstream.capture.lines import here
-from millstream.capture.trace.scalars import (
+from millstream.capture.trace.numbers.scalars import (
     CLOCK,
     INT64,
     USUAL,

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import replace
-from operator import attrgetter, is_
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import starmap
+from operator import attrgetter, call, contains, eq, getitem, is_
 from types import CellType, FunctionType
 from typing import Any
 
@@ -28,17 +29,18 @@ from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_h
 from millstream._torch.scaler import is_idle
 from millstream._torch.switches import precision_told_by
 from millstream._torch.tensors import layout_check
-from millstream.capture.guards.conditions import ANOTHER, AbsentEntries, BorrowedEntries, Break, Check, Entries
+from millstream.capture.guards.breaks import Break, functions_in, is_same_original
 from millstream.capture.guards.native import ALL, BORROWED, NOTHING, QuickGuards
 from millstream.capture.lines import is_users_own
-from millstream.capture.record.location import MISSING, Attributes, Items, Location
+from millstream.capture.record.location import MISSING, Attributes, Items, Location, looked_into
 from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.signature import is_same
-from millstream.capture.trace.scalars import is_number
+from millstream.capture.trace.numbers.scalars import is_number
 from millstream.device.compiled_switches import install_later
 from millstream.locks import TRACING
 
+ANOTHER = "{} is another than before."
 _OTHER_ITEMS = "{} holds other items than before."
 _PARTS = (type, *map(attrgetter, ("__mro__", "__code__", "__defaults__", "__kwdefaults__")))
 """What may be pinned of an object, a class and a function, in this order."""
@@ -53,18 +55,119 @@ def _itself(thing: Any) -> Any:
     return thing
 
 
-def _functions_in(value: Any) -> Iterator[FunctionType]:
-    """The Python functions that are called where this is, wrapped ones too."""
-    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
-    while isinstance(value, FunctionType):
-        yield value
-        value = vars(value).get("__wrapped__")
-
-
 def _is_of_library(holder: Any) -> bool:
     """Return whether it has the variables of a module that is not the user's own, and so hardly ever changes."""
     file = holder.get("__file__") if type(holder) is dict and "__spec__" in holder else None
     return isinstance(file, str) and not is_users_own(file)
+
+
+@dataclass(slots=True)
+class Check:
+    """Conditions of one kind: what is read of each of some things passes a test, together with what was read first.
+
+    The loop over them has no code of ours in it, where neither ``read`` nor ``test`` has.
+    """
+
+    reason: str  # what is wrong with one, with a place for its name
+    read: Callable[[Any], Any]
+    test: Callable[[Any, Any], Any] = eq
+    things: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    names: list[Any] = field(default_factory=list)  # of the things; or the locations of entries
+
+    def add(self, thing: Any, name: Any = "", value: Any = MISSING) -> None:
+        """Expect of ``thing`` what can be read of it now, or ``value``."""
+        self.things.append(thing)
+        self.names.append(name)
+        self.values.append(self.read(thing) if value is MISSING else value)
+
+    def now(self) -> Iterator[Any]:
+        """Return what is read now."""
+        return map(self.read, self.things)
+
+    def holds(self) -> bool:
+        """Return whether all of them hold."""
+        if self.test is eq:
+            return [*self.now()] == self.values
+        if self.test is not is_same:
+            return all(map(self.test, self.now(), self.values))
+        now = [*self.now()]
+        if not all(map(is_, now, self.values)):
+            if not all(map(is_same, now, self.values)):
+                return False
+            self.values = now  # equal ones, with which the next call compares
+        return True
+
+    def broken(self) -> Iterator[Break]:
+        """Yield those that don't."""
+        for thing, name, value in zip(self.things, self.names, self.values, strict=True):
+            now = MISSING
+            with contextlib.suppress(KeyError, IndexError, ValueError, RuntimeError):
+                now = self.read(thing)
+                if self.test(now, value):
+                    continue
+            location = name if isinstance(name, Location) else None
+            values = (value, now) if self.reason is ANOTHER else ()
+            yield Break(self.reason.format(name), location, False, *values)
+
+
+class Entries(Check):
+    """Entries of dicts, lists and the like; the things are functions in C that look one up, with their arguments."""
+
+    def __init__(
+        self, test: Callable[[Any, Any], Any] = is_same, read: Callable[[Any], Any] = lambda thing: call(*thing)
+    ) -> None:
+        super().__init__(ANOTHER, read, test)
+
+    def now(self) -> Iterator[Any]:
+        return starmap(call, self.things)
+
+    def expect(self, location: Location, value: Any) -> None:
+        """Expect ``value`` at a location."""
+        holder, key = looked_into(location.holder), location.key
+        thing = (dict.get, holder.owner, key, MISSING) if isinstance(holder, Items) else (getitem, holder, key)
+        self.add(thing, location, value)
+
+    def triples(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Holders, keys and values."""
+        for (_, holder, key, *_), value in zip(self.things, self.values, strict=True):
+            yield holder, key, value
+
+
+class BorrowedEntries(Entries):
+    """Entries of PyTorch and Python's library. Each may be absent; a wrapper of ours stands for what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__(is_same_original, lambda place: dict.get(*place))
+
+    def expect(self, location: Location, value: Any) -> None:
+        self.add((location.holder, location.key, MISSING), location, value)
+
+    def now(self) -> Iterator[Any]:
+        return starmap(dict.get, self.things)
+
+    def holds(self) -> bool:
+        return all(map(is_, self.now(), self.values)) or all(map(self.test, self.now(), self.values))
+
+    def triples(self) -> Iterator[tuple[Any, Any, Any]]:
+        return ((holder, key, value) for (holder, key, _), value in zip(self.things, self.values, strict=True))
+
+
+class AbsentEntries(Entries):
+    """Entries of a namespace that must not be there."""
+
+    def __init__(self) -> None:
+        super().__init__(is_, lambda pair: contains(*pair))
+
+    def expect(self, location: Location, value: Any) -> None:
+        self.add((looked_into(location.holder), location.key), location, value)
+
+    def holds(self) -> bool:
+        return not any(starmap(contains, self.things))
+
+    def broken(self) -> Iterator[Break]:
+        for change in super().broken():
+            yield replace(change, before=MISSING, now=change.location.get() if change.location else MISSING)
 
 
 class Guards:
@@ -119,7 +222,7 @@ class Guards:
 
     def expect_borrowed(self, places: dict[Location, Any], codes: Container[int]) -> None:
         """Expect functions and classes of PyTorch's and Python's to stay, and code that ran of them, given by id."""
-        pinned = {id(function): function for value in places.values() for function in _functions_in(value)}
+        pinned = {id(function): function for value in places.values() for function in functions_in(value)}
         for location, value in places.items():
             self.borrowed.expect(location, value)
         for function in pinned.values():
@@ -305,7 +408,8 @@ class Guards:
                     yield location, not is_same(now, value)
 
 
-def _all_hold(checks: list[Check]) -> bool:
+def _all_hold(checks: Iterable[Check]) -> bool:
+    """Return whether all conditions hold; one that cannot be looked at does not."""
     try:
         return all(check.holds() for check in checks)
     except (KeyError, IndexError, ValueError, RuntimeError):

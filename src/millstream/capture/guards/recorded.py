@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from millstream.capture.guards.conditions import original_of
+from millstream.capture.guards.breaks import original_of
 from millstream.capture.guards.guards import Guards
 from millstream.capture.lines import is_called_by_models, is_users
 from millstream.capture.record.location import MISSING as NOTHING

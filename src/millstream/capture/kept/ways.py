@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.capture.guards.conditions import original_of
+from millstream.capture.guards.breaks import original_of
 from millstream.capture.kept.descriptions import NAMED, TraceNotKept, describe, digest_of, is_plain
 from millstream.capture.record.fleeting import of_native, of_order
 from millstream.capture.record.location import MISSING as NOTHING

@@ -34,9 +34,9 @@ from millstream.capture.step.graph import (
     restore_gradients,
 )
 from millstream.capture.step.symbolic_sizes import SizeGuard
+from millstream.capture.trace.numbers.scalars import is_number
 from millstream.capture.trace.patches.optimizers import counts_of, numbers_of
 from millstream.capture.trace.request import Gradient, NumberInput, Request, Traced
-from millstream.capture.trace.scalars import is_number
 from millstream.errors import CaptureError
 from millstream.tree.containers import is_open_container
 

@@ -23,8 +23,8 @@ from millstream.capture.state.signature import is_other, is_same
 from millstream.capture.step.calls import CallForm
 from millstream.capture.step.replay_errors import as_eager
 from millstream.capture.step.symbolic_sizes import SizeGuard, form_without_sizes, numbers_of
+from millstream.capture.trace.numbers.scalars import Questions, is_number
 from millstream.capture.trace.request import NotNow
-from millstream.capture.trace.scalars import Questions, is_number
 from millstream.device.tensor_specs import TensorSpecs
 from millstream.errors import CaptureError
 from millstream.tree.spec import Leaf, Structure, tree_unflatten

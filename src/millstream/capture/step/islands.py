@@ -35,7 +35,7 @@ from millstream.capture.step.calls import StepCall
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.split import UNBOUND, FunctionPart, split_function
 from millstream.capture.step.step import Fallback, P, R, Step
-from millstream.capture.trace.scalars import is_scalar, is_size
+from millstream.capture.trace.numbers.scalars import is_scalar, is_size
 from millstream.data_parallel.reduced_run import ReducedRun
 from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user
 from millstream.tree.containers import is_open_container, parts_of

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from millstream.capture.guards.conditions import Break
+from millstream.capture.guards.breaks import Break
 from millstream.capture.record.location import MISSING
 from millstream.capture.state.signature import TensorSpec
 from millstream.capture.step.calls import CallForm, StepCall, text_of_tensor

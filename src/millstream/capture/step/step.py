@@ -48,6 +48,7 @@ from millstream.capture.step.refused import Refused
 from millstream.capture.step.split import lines_for_a_region
 from millstream.capture.step.symbolic_sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols
 from millstream.capture.trace.changes import CALLBACK_REMEDY
+from millstream.capture.trace.numbers.scalars import is_number
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, move_counts_to_host, numbers_of, pretended_state
 from millstream.capture.trace.request import (
     Converted,
@@ -64,7 +65,6 @@ from millstream.capture.trace.request import (
     Traced,
     TypesCompared,
 )
-from millstream.capture.trace.scalars import is_number
 from millstream.capture.trace.tracer import trace_step, tracing_alone
 from millstream.capture.trace.unsupported import (
     check_function,

@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from millstream._torch.compiler.symbols import guard_of
+from millstream.capture.trace.numbers.sizes import TracedSizes
 from millstream.capture.trace.request import Request, Traced
-from millstream.capture.trace.sizes import TracedSizes
 
 MOST_FORMS = 100
 """Forms of arguments of which sizes are remembered."""

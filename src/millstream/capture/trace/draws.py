@@ -24,9 +24,9 @@ from millstream.capture.effects.expressions import Apply, Draw, Expression, comp
 from millstream.capture.lines import raise_refusal
 from millstream.capture.record.instructions import unseen
 from millstream.capture.state.host_generators import GENERATORS, StandsForGenerator, copy_of
-from millstream.capture.trace.arithmetic import evaluate, expression_of, has_scalars, scalars_in
-from millstream.capture.trace.known_arrays import known
-from millstream.capture.trace.scalars import Questions, is_known_later, is_number, is_scalar, is_tensor
+from millstream.capture.trace.numbers.arithmetic import evaluate, expression_of, has_scalars, scalars_in
+from millstream.capture.trace.numbers.known_arrays import known
+from millstream.capture.trace.numbers.scalars import Questions, is_known_later, is_number, is_scalar, is_tensor
 from millstream.errors import CaptureError
 
 REMEDY = "Do that outside of the step, or draw with PyTorch's functions."

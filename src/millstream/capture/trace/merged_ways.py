@@ -10,8 +10,8 @@ from millstream.capture.effects.effect_recorder import EffectRecorder, text_chan
 from millstream.capture.effects.expressions import Ask, computes_the_same
 from millstream.capture.effects.host_effects import Way
 from millstream.capture.trace.draws import are_alike
+from millstream.capture.trace.numbers.scalars import Questions
 from millstream.capture.trace.request import Request
-from millstream.capture.trace.scalars import Questions
 from millstream.capture.trace.traced_tensors import Leaving
 from millstream.capture.trace.value_branches import Ways, are_effects_alike, check_alike, join_effects, join_gradients
 from millstream.passes.selecting import DifferentWays, merge_ways, results_of, set_results

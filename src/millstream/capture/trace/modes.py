@@ -52,13 +52,13 @@ from millstream.capture.lines import (
 from millstream.capture.record.instructions import seen, unseen
 from millstream.capture.state.executed import function_asking
 from millstream.capture.trace.flows import FLOWS, Flows, why_not_a_body
-from millstream.capture.trace.known_arrays import ARRAYS, ReadArrays
-from millstream.capture.trace.known_values import LIFTS, KnownValues
-from millstream.capture.trace.numpy_arrays import LaterArray, array_of
-from millstream.capture.trace.scalar_functions import run_with_scalars
-from millstream.capture.trace.scalars import GraphScalar
+from millstream.capture.trace.numbers.known_arrays import ARRAYS, ReadArrays
+from millstream.capture.trace.numbers.known_values import LIFTS, KnownValues
+from millstream.capture.trace.numbers.numpy_arrays import LaterArray, array_of
+from millstream.capture.trace.numbers.scalar_functions import run_with_scalars
+from millstream.capture.trace.numbers.scalars import GraphScalar
+from millstream.capture.trace.numbers.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
 from millstream.capture.trace.shards import Shards
-from millstream.capture.trace.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
 from millstream.capture.trace.twins import Twins
 from millstream.passes.cleanup import IS_DECIDED
 

@@ -14,8 +14,8 @@ from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.code import compares_types
 from millstream.capture.state.impure import PROFILER, STARTED
 from millstream.capture.state.relevant import counts
+from millstream.capture.trace.numbers.scalars import Questions
 from millstream.capture.trace.request import Request
-from millstream.capture.trace.scalars import Questions
 from millstream.errors import CaptureError
 
 _WALKING = frozenset({"next_functions", "variable"})

@@ -16,8 +16,8 @@ from millstream.capture.record.location import Location
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
-from millstream.capture.trace.scalars import Questions
-from millstream.capture.trace.sizes import TracedSizes
+from millstream.capture.trace.numbers.scalars import Questions
+from millstream.capture.trace.numbers.sizes import TracedSizes
 from millstream.data_parallel.reducer import Reducer
 from millstream.errors import CaptureError
 from millstream.tree.spec import Structure

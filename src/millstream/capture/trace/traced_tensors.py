@@ -24,8 +24,8 @@ from millstream.capture.state.objects import objects_of_batch
 from millstream.capture.state.snapshot import Change
 from millstream.capture.trace.changes import needs_gradient
 from millstream.capture.trace.modes import ForeignTensor, fits
+from millstream.capture.trace.numbers.scalars import is_known_later, is_tensor
 from millstream.capture.trace.request import Request
-from millstream.capture.trace.scalars import is_known_later, is_tensor
 from millstream.capture.trace.twins import fake_of, is_traced, real_of
 from millstream.errors import CaptureError
 from millstream.tree.spec import Reference, Structure, walk

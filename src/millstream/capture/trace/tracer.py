@@ -85,13 +85,15 @@ from millstream.capture.state.lift import (
 from millstream.capture.state.others import stand_for, stand_in_for
 from millstream.capture.state.relevant import counts
 from millstream.capture.state.snapshot import StateSnapshot, is_type_of_tracing
-from millstream.capture.trace import scalar_methods  # noqa: F401  by which scalars have operators
 from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.clocks import Clocks
 from millstream.capture.trace.draws import Draws
-from millstream.capture.trace.known_arrays import writes_array
 from millstream.capture.trace.merged_ways import merge
 from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
+from millstream.capture.trace.numbers import scalar_methods  # noqa: F401  by which scalars have operators
+from millstream.capture.trace.numbers.known_arrays import writes_array
+from millstream.capture.trace.numbers.scalars import GraphScalar, Questions, give_back, is_scalar
+from millstream.capture.trace.numbers.sizes import TracedSizes
 from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.ddp import TracedSession, reads_of_wrappers
@@ -120,8 +122,6 @@ from millstream.capture.trace.request import (
     Traced,
     TypesCompared,
 )
-from millstream.capture.trace.scalars import GraphScalar, Questions, give_back, is_scalar
-from millstream.capture.trace.sizes import TracedSizes
 from millstream.capture.trace.stand_ins import StandIns
 from millstream.capture.trace.traced_switches import SwitchWatch
 from millstream.capture.trace.traced_tensors import Leaving, writes_host
@@ -183,7 +183,9 @@ def trace_step(request: Request) -> Traced:
     finally:
         for each in tracer.with_others():
             questions = each.questions
-            vars(each).clear()  # its methods, given to what watches, would keep the arguments until the next collection
+            # Their methods, given to what watches, would keep the arguments until the next collection.
+            for part in (each.code, each.numbers, each):
+                vars(part).clear()
             give_back(questions)
 
 

@@ -10,8 +10,8 @@ from millstream.capture.effects.expressions import Nth
 from millstream.capture.effects.host_effects import COUNTING
 from millstream.capture.record.location import Location
 from millstream.capture.state.snapshot import StateSnapshot
+from millstream.capture.trace.numbers.scalars import GraphScalar, Questions, is_number, is_scalar
 from millstream.capture.trace.request import Request
-from millstream.capture.trace.scalars import GraphScalar, Questions, is_number, is_scalar
 from millstream.locks import TRACING
 
 

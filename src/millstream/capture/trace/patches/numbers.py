@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from millstream._torch.one_thread import attributes_here
-from millstream.capture.trace.arithmetic import compute, of_answers, of_floats
-from millstream.capture.trace.numpy_arrays import LaterArray
-from millstream.capture.trace.scalars import GraphScalar, is_scalar, plain_of
-from millstream.capture.trace.sizes import is_traced_size
+from millstream.capture.trace.numbers.arithmetic import compute, of_answers, of_floats
+from millstream.capture.trace.numbers.numpy_arrays import LaterArray
+from millstream.capture.trace.numbers.scalars import GraphScalar, is_scalar, plain_of
+from millstream.capture.trace.numbers.sizes import is_traced_size
 
 _OF_MATH = {
     **{

@@ -23,8 +23,8 @@ from millstream.capture.effects.printed import with_subclasses
 from millstream.capture.lines import raise_refusal, told
 from millstream.capture.record.location import Location, SequenceItems, SharedEntries
 from millstream.capture.state.others import stand_for
+from millstream.capture.trace.numbers.scalars import is_number, is_scalar, is_whole
 from millstream.capture.trace.request import NumberInput
-from millstream.capture.trace.scalars import is_number, is_scalar, is_whole
 from millstream.errors import CaptureError
 from millstream.locks import TRACING
 from millstream.passes.cleanup import storages_written_by

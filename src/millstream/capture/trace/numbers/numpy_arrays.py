@@ -23,7 +23,7 @@ from millstream.capture.effects.expressions import Always, Apply, Expression
 from millstream.capture.effects.late_values import Later, Leaf, SharedValue
 from millstream.capture.lines import raise_refusal
 from millstream.capture.record.instructions import unseen
-from millstream.capture.trace.scalars import Formatted, HostScalar, Questions, is_scalar
+from millstream.capture.trace.numbers.scalars import Formatted, HostScalar, Questions, is_scalar
 
 MOST_ITEMS = 4096
 """Of an array that becomes a list, or whose rows are gone through."""

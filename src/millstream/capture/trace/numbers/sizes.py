@@ -31,7 +31,7 @@ from millstream._torch.compiler.symbols import (
     mode_for_sizes,
 )
 from millstream.capture.lines import here, is_ours, is_pythons
-from millstream.capture.trace.scalars import USUAL, HostScalar, Questions, is_scalar
+from millstream.capture.trace.numbers.scalars import USUAL, HostScalar, Questions, is_scalar
 
 GIVE_SIZES = frozenset({"stride", "__len__"})
 """What gives sizes of a tensor that are not told from other results by their type."""

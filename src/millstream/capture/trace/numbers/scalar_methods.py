@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millstream.capture.trace.arithmetic import NumberForm, bounds_of, compute, of_answers
-from millstream.capture.trace.scalars import (
+from millstream.capture.trace.numbers.arithmetic import NumberForm, bounds_of, compute, of_answers
+from millstream.capture.trace.numbers.scalars import (
     GraphScalar,
     HostScalar,
     as_scalar,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from millstream.capture.state.executed import function_asking
-from millstream.capture.trace.scalars import GraphScalar, is_scalar, is_tensor, is_whole, plain_of
+from millstream.capture.trace.numbers.scalars import GraphScalar, is_scalar, is_tensor, is_whole, plain_of
 
 _TAKE_TENSORS = frozenset(
     """

@@ -25,7 +25,7 @@ from torch import Tensor
 from millstream.capture.effects.expressions import Always, Apply, Expression
 from millstream.capture.effects.late_values import Leaf
 from millstream.capture.lines import may_be_caught
-from millstream.capture.trace.scalars import (
+from millstream.capture.trace.numbers.scalars import (
     INT64,
     USUAL,
     Bounds,
