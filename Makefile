@@ -76,11 +76,11 @@ examples: $(SETUP) ## the programs in examples/, each for a few steps, with its 
 	$(PYTHON) -m pytest tests/test_examples.py -n auto --maxprocesses 4
 
 recipes: $(SETUP) ## the recipes, with the real packages (the extra `recipes`, 400 MB); any PyTorch that is there stays
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt '.[recipes]'
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[recipes]'
 	$(PYTHON) -m pytest recipes
 
 docs: $(SETUP) ## the documentation as a site, in site/
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt '.[docs]'
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(PYTHON) -m mkdocs build --strict
 
 dist: $(SETUP) ## wheel and source archive, checked, in dist/; MILLSTREAM_URL=https://… makes the README's links absolute
