@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from millstream._torch.compiler.dynamo import backend_behind, backend_that_calls, is_compiled_by_torch
+from millstream._torch.compiler.dynamo import backend_that_calls, is_compiled_by_torch, torch_backend_of
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.compiled_module import CompiledModule, compile_module
 from millstream.capture.model import Builder, Compiled, Compiler
@@ -208,7 +208,7 @@ def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
     return compiler(gm, inputs)
 
 
-def compiler_behind(compiled: Any) -> Compiler | None:
+def compiler_of(compiled: Any) -> Compiler | None:
     """Return what has compiled the graphs of a result of ``ms.compile``, or of ``torch.compile`` with our backend.
 
     A module that compiles in place, by ``module.compile(backend="millstream")``, is one of these. ``None`` for others.
@@ -217,7 +217,7 @@ def compiler_behind(compiled: Any) -> Compiler | None:
         return compiled._millstream.compiler  # type: ignore[no-any-return]
     if isinstance(compiled, Compiled):
         return compiled.compiler
-    backend = backend_behind(compiled)
+    backend = torch_backend_of(compiled)
     if getattr(backend, "compiler_fn", None) is not dynamo_backend:
         return None
     own = _compiler_kept_by(backend)

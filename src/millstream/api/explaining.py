@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from millstream._torch.compiler.dynamo import is_compiled_by_torch
-from millstream.api.compiling import compiler_behind
+from millstream.api.compiling import compiler_of
 from millstream.capture.model import Compiler
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.step import Step
@@ -216,7 +216,7 @@ def _agreed(step: Any) -> list[AgreedEngine]:
 def is_compiled(value: Any) -> bool:
     """Return whether ``explain`` takes it: what ``ms.compile`` or ``ms.step`` returned, or torch.compile with us."""
     function = _function_of(value)
-    return isinstance(function, Step) or compiler_behind(function) is not None
+    return isinstance(function, Step) or compiler_of(function) is not None
 
 
 def _behind(graph: StepGraph) -> Sequence[Engine]:
@@ -240,7 +240,7 @@ def _function_of(compiled: Any) -> Any:
 
 
 def _compiler_of(compiled: Any) -> Compiler:
-    if (compiler := compiler_behind(compiled)) is None:
+    if (compiler := compiler_of(compiled)) is None:
         raise ArgumentError(
             "Expected what ms.compile or ms.step returned, or torch.compile with our backend, "
             f"got {_kind_of(compiled)}."

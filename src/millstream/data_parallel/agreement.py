@@ -221,6 +221,35 @@ def _comparison_of(group: dist.ProcessGroup, *, on_gpu: bool) -> PeriodicCompari
     )
 
 
+def compare_over(group: dist.ProcessGroup, name: str, mine: list[str], wanted: str) -> None:
+    """See that all processes say the same of what they are about to train. All call it at once.
+
+    Args:
+        group: The processes.
+        name: Of the model, for people.
+        mine: What this one says, entry by entry.
+        wanted: What all must do, in a sentence.
+
+    Raises:
+        DataParallelError: They differ, or one does not answer.
+    """
+    rank, everyone = dist.get_rank(group), [list[str]()] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(everyone, mine, group=group)
+    except RuntimeError as error:
+        raise DataParallelError(
+            f"Rank {rank} could not compare {name} with the other processes: {error} One of them is gone or does not "
+            "answer; nothing has changed yet."
+        ) from error
+    for other, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            pairs = zip(everyone[0], theirs, strict=False)
+            one, two = next(((a, b) for a, b in pairs if a != b), (f"{len(everyone[0])} entries", f"{len(theirs)}"))
+            raise DataParallelError(
+                f"{name} differs between processes: rank 0 has {one!r} where rank {other} has {two!r}. {wanted}"
+            )
+
+
 def board_known(group: dist.ProcessGroup | None) -> Board | None:
     """The board of a group's processes, where ``agreement_of`` has made one; ``None``: of all processes."""
     group = group or dist.group.WORLD

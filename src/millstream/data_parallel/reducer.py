@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from millstream._torch.distributed.collectives import EXCHANGE, unsaved_writes
-from millstream.data_parallel.agreement import agreement_of
+from millstream.data_parallel.agreement import agreement_of, compare_over
 from millstream.data_parallel.buckets import CAP_BYTES, Bucket, Member, plan_buckets
 from millstream.data_parallel.exchange import Exchange, first_of, greatest_over, sum_over
 from millstream.data_parallel.hyperparameters import optimizers_of, told_of
-from millstream.errors import DataParallelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +95,8 @@ class Reducer:
         mine += [f"{name}: {each.dtype} {list(each.shape)}" for name, each in self._named()]
         mine += [f"bucket of {bucket.num_elements}: {bucket.members}" for bucket in self.buckets]
         mine += told_of(optimizers_of(self.parameters, optimizers), self._named())
-        all_of_them: list[list[str]] = [[]] * self.num_processes
-        try:
-            dist.all_gather_object(all_of_them, mine, group=self.group)
-        except RuntimeError as error:
-            raise DataParallelError(
-                f"Rank {dist.get_rank(self.group)} could not compare {self.name} with the other processes: {error} "
-                "One of them is gone or does not answer; nothing has changed yet."
-            ) from error
-        for rank, theirs in enumerate(all_of_them):
-            if theirs != all_of_them[0]:
-                ours, other = next(
-                    ((a, b) for a, b in zip(all_of_them[0], theirs, strict=False) if a != b),
-                    (f"{len(all_of_them[0])} entries", f"{len(theirs)}"),
-                )
-                raise DataParallelError(
-                    f"{self.name} differs between processes: rank 0 has {ours!r} where rank {rank} has {other!r}. "
-                    "All must train the same model with the same settings and optimizers."
-                )
+        wanted = "All must train the same model with the same settings and optimizers."
+        compare_over(self.group, self.name, mine, wanted)
 
     def _named(self) -> list[tuple[str, Tensor]]:
         return [*zip(self.names, self.parameters, strict=True)]

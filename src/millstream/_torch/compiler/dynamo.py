@@ -250,7 +250,7 @@ def is_compiled_by_torch(function: Any) -> bool:
     return "_torchdynamo_orig_callable" in names and not names.get("_torchdynamo_disable", False)
 
 
-def backend_behind(function: Any) -> Any:
+def torch_backend_of(function: Any) -> Any:
     """Return the object that ``torch.compile`` keeps for a call of it, and calls to compile graphs.
 
     Args:

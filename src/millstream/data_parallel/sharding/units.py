@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,12 +26,11 @@ from millstream._torch.distributed.fully_sharded import (
     processes_of,
 )
 from millstream._torch.tensors import FakeTensor
-from millstream.data_parallel.agreement import agreement_of
+from millstream.data_parallel.agreement import agreement_of, compare_over
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.exchange import Exchange, Sent, gather_over, scatter_over
 from millstream.data_parallel.sharding.norms import Norms
 from millstream.data_parallel.sharding.shard_layout import Layout, lay_out
-from millstream.errors import DataParallelError
 
 
 class Unit:
@@ -220,25 +219,6 @@ def agree(module: nn.Module) -> None:
     made = [Unit(each) for each in fully_sharded_modules([module]) if not is_known(each)]
     groups = {id(unit.group): unit.group for unit in made if unit.group is not None}
     for group in groups.values():
-        _compare([each for unit in made if unit.group is group for each in unit.told()], group, type(module).__name__)
+        told = [each for unit in made if unit.group is group for each in unit.told()]
+        compare_over(group, type(module).__name__, told, "All must shard the same model in the same way.")
     _units.update((unit.module, unit) for unit in made)
-
-
-def _compare(mine: list[str], group: dist.ProcessGroup, name: str) -> None:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    everyone: list[list[str]] = [[]] * size
-    try:
-        dist.all_gather_object(everyone, mine, group=group)
-    except RuntimeError as error:
-        raise DataParallelError(
-            f"Rank {rank} could not compare {name} with the other processes: {error} One of them is gone or does not "
-            "answer; nothing has changed yet."
-        ) from error
-    for other, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            pairs: Iterator[tuple[str, str]] = zip(everyone[0], theirs, strict=False)
-            one, two = next(((a, b) for a, b in pairs if a != b), (f"{len(everyone[0])} entries", f"{len(theirs)}"))
-            raise DataParallelError(
-                f"{name} differs between processes: rank 0 has {one!r} where rank {other} has {two!r}. All must shard "
-                "the same model in the same way."
-            )
