@@ -124,6 +124,38 @@ def test_data_sets_are_not_searched():
     assert names(discover([("step", lambda: data[0])])) == ([], [], [])
 
 
+def test_containers_whose_own_methods_raise():
+    class Irreps(tuple):  # as e3nn's are
+        def __len__(self):
+            raise NotImplementedError
+
+        def __iter__(self):
+            raise NotImplementedError
+
+        def __contains__(self, _item):
+            raise NotImplementedError
+
+    def trained(wrap):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        model.irreps = Irreps((2, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @wrap
+        def step(x):
+            loss = (model(x) * model.irreps[1]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return [step(torch.ones(n, 2)) for n in (3, 3, 4)], step
+
+    losses, step = trained(lambda function: Step(function, build=interpret, strict=True))
+    assert_same(losses, trained(lambda function: function)[0])
+    assert step.graphs
+
+
 def test_the_gradient_of_a_tensor_that_the_search_misses_stays():
     def train(wrap):
         data = [None] * 2000

@@ -171,3 +171,26 @@ def test_edited_function_is_tried_again():
     assert step(torch.ones(5, 3)) == 30
     assert len(step.graphs) == 1
     assert not step.fallbacks
+
+
+def test_results_of_plain_calls_are_not_searched_for_ever(monkeypatch):
+    searches = []
+    search = module.discover
+    monkeypatch.setattr(module, "discover", lambda *args: searches.append(1) or search(*args))
+    kept = torch.ones(2, 3)
+    view = kept[:1]
+
+    @captured
+    def step(x):
+        made = torch.zeros(4).view(2, 2)
+        return x[x > 0].sum(), made, view  # a view of what the step has made, and one that is kept outside of it
+
+    with pytest.warns(FallbackWarning, match="depends on values"):
+        for _ in range(8):
+            _, made, own = step(torch.ones(3))
+            assert own is view
+            assert made.shape == (2, 2)
+    num_searches = len(searches)
+    for _ in range(8):
+        assert step(torch.ones(3))[2] is view
+    assert len(searches) == num_searches

@@ -267,7 +267,7 @@ class _Search:
         if is_users(file_of(type(value))):
             if hasattr(value, "__dict__"):
                 self._visit_object(name, value)
-            value = Items.of(value) if isinstance(value, dict) else value
+            value = Items.of(value) if isinstance(value, dict) else _as_built_in(value)
         if len(value) > MAX_ITEMS:
             return
         if isinstance(value, dict | Items):
@@ -333,10 +333,20 @@ _VISITED = ("torch.optim.lr_scheduler", "torch.distributions")
 _OF_OPTIMIZERS = frozenset({"state", "param_groups"})
 """Attributes of an optimizer; what only wraps one, as ``accelerate`` does, has properties of these names."""
 
+_BUILT_IN = (list, tuple, set, frozenset, deque)
+
 _FOR_SIZES = ("sympy", "mpmath")
 """Packages by which PyTorch calculates with sizes that have no value yet."""
 
 _TORCH_MODULES = frozenset(value for value in vars(nn).values() if isinstance(value, type))
+
+
+def _as_built_in(value: Any) -> Any:
+    """What a list, tuple or the like of a user's class holds, whatever its own ``__len__`` and ``__iter__`` do."""
+    base: Any = next((base for base in _BUILT_IN if isinstance(value, base)), None)
+    if base is None or base is list:  # whose items are places
+        return value
+    return (*base.__iter__(value),) if base.__len__(value) <= MAX_ITEMS else ()
 
 
 def is_optimizer(value: Any) -> bool:

@@ -13,7 +13,7 @@ import functools
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -29,7 +29,6 @@ from millstream._torch.distributed.fully_sharded import LEFT_WHOLE, any_sharded,
 from millstream._torch.distributed.wrappers import is_distributed_run, watch_wrapping
 from millstream._torch.hooks import OwnHook
 from millstream._torch.switches import present
-from millstream._torch.tensors import has_shared_memory
 from millstream.capture.effects.drawn import undrawn
 from millstream.capture.effects.effect_recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
@@ -37,12 +36,12 @@ from millstream.capture.kept.traces import Shelf, open_shelf
 from millstream.capture.lines import COMES_TO, claim, in_library, library_in
 from millstream.capture.record.location import Location
 from millstream.capture.state.discover import Found, discover
-from millstream.capture.state.lift import find_unlifted, lift
 from millstream.capture.state.signature import has_same, key_of, key_of_tensors, settings_of
 from millstream.capture.step.bind import StepState
 from millstream.capture.step.calls import Calls, StepCall, specs_of, split_leaves
 from millstream.capture.step.first_run import build_and_run
 from millstream.capture.step.graph import Build, GraphCache, StepGraph
+from millstream.capture.step.plain_results import OwnTensors, detached
 from millstream.capture.step.recapture import History, cause_of
 from millstream.capture.step.refused import Refused
 from millstream.capture.step.split import lines_for_a_region
@@ -88,8 +87,6 @@ from millstream.locks import ForkSafeLock, releasable
 from millstream.lower import ask_early
 from millstream.progress import phase, showing
 from millstream.signals import undisturbed
-from millstream.tree.flatten import tree_flatten
-from millstream.tree.spec import tree_unflatten
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
@@ -192,6 +189,7 @@ class Step(Generic[P, R]):
         self._cache = GraphCache()
         self._calls = Calls(self.function)
         self._refused = Refused()
+        self._own = OwnTensors()
         self._history = History(self._name)
         self._code = _code_of(self.function)
         self._stepped: dict[int, Optimizer] = {}
@@ -410,15 +408,12 @@ class Step(Generic[P, R]):
 
     def _result_of(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an eager call gives to the caller."""
-        return _detached(result, functools.partial(self._own_tensors, args, kwargs))
 
-    def _own_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-        """By id, the caller's own tensors: arguments, state and its gradients."""
-        call = self._calls.make(args, kwargs)
-        found = discover(self._roots(call))
-        state = [entry.tensor for entry in lift(found)]
-        own = {*map(id, call.arguments), *map(id, state), *find_unlifted(found)}
-        return {*own, *(id(each.grad) for each in state if each.grad is not None)}
+        def own() -> set[int]:
+            call = self._calls.make(args, kwargs)
+            return self._own.ids(call.arguments, lambda: discover(self._roots(call)))
+
+        return detached(result, own)
 
     def _run_call_plainly(self, call: StepCall) -> Any:
         return self._run_plainly(call.args, call.kwargs, call.arguments)
@@ -889,25 +884,3 @@ def _one_shot_refusal(number: OneShot) -> CaptureError:
         f"The step depends on the very value of {number}, which it changes.",
         remedy="Compute with it by operators and functions of math, such as math.sqrt, or use a tensor.",
     )
-
-
-def _detached(result: Any, own: Callable[[], Container[int]]) -> Any:
-    """A result as a graph would give it: without gradients, and sharing no memory with what the step keeps.
-
-    Args:
-        result: Of an eager call.
-        own: Gives, by id, tensors of the caller's own, which are returned as they are.
-    """
-    if type(result) is Tensor and not result.is_leaf:  # as a loss is
-        return result.detach().clone() if result._is_view() else result.detach()
-    structure, leaves = tree_flatten(result)
-    if all(leaf.is_leaf and not has_shared_memory(leaf) for leaf in leaves):
-        return result
-    kept = own() if any(leaf.is_leaf and has_shared_memory(leaf) for leaf in leaves) else ()
-
-    def plain(leaf: Tensor) -> Tensor:
-        if leaf.is_leaf:
-            return leaf if id(leaf) in kept or not has_shared_memory(leaf) else leaf.detach().clone()
-        return leaf.detach().clone() if leaf._is_view() else leaf.detach()
-
-    return tree_unflatten(structure, [*map(plain, leaves)])
