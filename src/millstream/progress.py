@@ -27,6 +27,10 @@ WORTH_TELLING_S = 1.0
 _here = threading.local()
 
 
+class Deferred(Exception):  # noqa: N818  no error: it goes on
+    """What is shown goes on elsewhere; the message says so."""
+
+
 @contextmanager
 def showing(name: str, done: str) -> Iterator[None]:
     """Show what happens inside the ``with`` block, unless something is shown by this thread already.
@@ -42,6 +46,9 @@ def showing(name: str, done: str) -> Iterator[None]:
     start = time.monotonic()
     try:
         yield
+    except Deferred as deferred:
+        shown.finish(str(deferred))
+        raise
     except BaseException:
         shown.erase()
         raise

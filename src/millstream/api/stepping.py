@@ -12,6 +12,7 @@ import torch
 
 from millstream.api.compiling import improving, new_builder
 from millstream.capture.model import Runnable
+from millstream.capture.step.elsewhere import Lowering
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.step import P, R, Step
 from millstream.capture.step.step_program import StepProgram
@@ -181,8 +182,13 @@ def _step(settings: Settings, how: dict[str, Any], fn: Callable[..., Any]) -> St
                 raise CaptureError("devices= are of one process, and the step exchanges gradients with others")
             return AgreedEngine(*args, settings=settings, **kwargs)
 
-        how = {"options": settings.options, "tries_now": settings.scheduling.tune == "now"}
-        return StepProgram(gm, inputs, static, name=name, build=build, join=join, **how)
+        tune, options = settings.scheduling.tune, settings.options
+        # No clock may decide from which call on results are rounded otherwise.
+        is_fixed = torch.are_deterministic_algorithms_enabled() or bool((options or {}).get("reproducible"))
+        how = {"options": options, "tries_now": tune == "now"}
+        is_elsewhere = tune == "background" and not is_fixed
+        lowering = Lowering(gm, inputs, static, name, options) if is_elsewhere else None
+        return StepProgram(gm, inputs, static, name=name, build=build, join=join, lowering=lowering, **how)
 
     return step_of(
         fn,

@@ -37,7 +37,7 @@ from millstream.lower.inductor.checks_first import check_classes
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
 from millstream.lower.inductor.shortcuts import no_collections
-from millstream.lower.kept import open_record
+from millstream.lower.kept import ProgramFile, open_record
 from millstream.lower.lower_graph import (
     Lowered,
     LoweredForSizes,
@@ -130,6 +130,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
     freeze: bool = False,
     cutting: Cutting | None = None,
     tries_now: bool = False,
+    begin_elsewhere: Callable[[ProgramFile], None] | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph, for inference or for forward and backward as autograd demands, into programs.
 
@@ -146,6 +147,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
         freeze: Without gradients, fold the parameters that are attributes of the graph.
         cutting: What is done with a graph that has collectives, instead of ``finish``.
         tries_now: Whether a step on disk is of use only with what came of its alternatives.
+        begin_elsewhere: Called with the record of a step that is not on disk; where it raises, the step is not lowered.
 
     Returns:
         A callable on the flat inputs that returns the flat outputs.
@@ -211,6 +213,8 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
         if step is not None and not is_untried and (found := step.load()) is not None:
             run = finish(from_disk(found, step, f"{name}.{Phase.STEP}", start, is_fixed=is_fixed))
             return lambda *inputs: run([*found.added, *inputs])
+        if step is not None and begin_elsewhere is not None:
+            begin_elsewhere(step)
         progress.phase("preparing the graph")
         workarounds.mend_captured(gm)
         make_bodies_pure(gm)

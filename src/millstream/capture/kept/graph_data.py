@@ -41,9 +41,9 @@ def encode_graph(gm: fx.GraphModule) -> dict[str, Any]:
     return {"nodes": nodes, "constants": constants}
 
 
-def decode_graph(content: dict[str, Any]) -> fx.GraphModule:
-    """Make the graph again, over fake tensors of its own."""
-    fakes = Fakes()
+def decode_graph(content: dict[str, Any], fakes: Fakes | None = None) -> fx.GraphModule:
+    """Make the graph again, over fake tensors of its own, or of these."""
+    fakes = fakes or Fakes()
     root = torch.nn.Module()
     for name, constant in content["constants"].items():
         root.register_buffer(name, _decode_constant(constant))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from millstream.capture.step.graph import Build, StepGraph
 from millstream.capture.step.replay_errors import find_failure
 from millstream.capture.step.symbolic_sizes import NoSymbols
 from millstream.capture.trace.patches.randomness import RandomState
-from millstream.capture.trace.request import NotNow
+from millstream.capture.trace.request import NoGraph
 from millstream.data_parallel.exchange import PROGRESS
 from millstream.errors import ArgumentError, CaptureError, DataParallelError, MillstreamError
 from millstream.progress import phase
@@ -32,18 +34,16 @@ def build_and_run(
     random_state = RandomState()
     for draw in graph.questions.draws:
         random_state.add("a random generator", draw.generator)
-    # On the host, so that a large model does not need its state twice on the device.
-    backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
     arguments = graph.complete(call.arguments)
-    argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
-
+    backups: list[Tensor] = []
+    argument_backups: list[Tensor] = []
     gradients = [tensor.grad for tensor, _ in graph.left]
 
     def restore() -> None:
         for (tensor, _), gradient in zip(graph.left, gradients, strict=True):
             tensor.grad = gradient
         with torch.no_grad():
-            for tensor, backup in zip(graph.written, backups, strict=True):
+            for tensor, backup in zip(graph.written, backups, strict=False):  # there are none before it is built
                 tensor.copy_(backup)
             for tensor, backup in zip(arguments, argument_backups, strict=False):
                 tensor.copy_(backup)
@@ -51,7 +51,12 @@ def build_and_run(
 
     try:
         with signals_wait(interrupts_wait=False):  # what a handler raises is no failure of the graph
-            results = _run(build, call, graph, arguments, is_trial=is_trial)
+            with _told_as_failure(graph, arguments):
+                _build(build, graph, arguments)
+                # On the host, so that a large model does not need its state twice on the device.
+                backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
+                argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
+                results = _run(call, graph, arguments, is_trial=is_trial)
     except BaseException:
         restore()
         raise
@@ -61,25 +66,34 @@ def build_and_run(
     return arguments, results
 
 
-def _run(build: Build, call: StepCall, graph: StepGraph, arguments: list[Tensor], *, is_trial: bool) -> list[Tensor]:
-    """Build the graph and run it."""
+def _build(build: Build, graph: StepGraph, arguments: list[Tensor]) -> None:
+    """Build the graph; nothing of the user's is written."""
+    graph.fill_slots()
+    with torch.no_grad():
+        graph.executable = build(graph.gm, graph.examples(arguments), frozenset(range(len(graph.static))))
+        graph.tell_hyperparameters()
+
+
+def _run(call: StepCall, graph: StepGraph, arguments: list[Tensor], *, is_trial: bool) -> list[Tensor]:
+    if graph.sizes is not None:
+        graph.sizes.settle(call.arguments)
+    phase("first run")
+    results = graph.replay(arguments)
+    if is_trial:
+        graph.replay(arguments)  # in its second run a plan is chosen
+    return results
+
+
+@contextmanager
+def _told_as_failure(graph: StepGraph, arguments: list[Tensor]) -> Iterator[None]:
+    """Say what has failed, in the user's words where it is the user's."""
     num_exchanges = PROGRESS.num_started
     try:
-        graph.fill_slots()
-        with torch.no_grad():
-            graph.executable = build(graph.gm, graph.examples(arguments), frozenset(range(len(graph.static))))
-            graph.tell_hyperparameters()
-        if graph.sizes is not None:
-            graph.sizes.settle(call.arguments)
-        phase("first run")
-        results = graph.replay(arguments)
-        if is_trial:
-            graph.replay(arguments)  # in its second run a plan is chosen
-        return results
+        yield
     except Exception as error:
         if PROGRESS.num_started > num_exchanges:  # which others have taken part in: no plain run may repeat them
             raise
-        if isinstance(error, (ArgumentError, CaptureError, DataParallelError, NoSymbols, NotNow)):
+        if isinstance(error, (ArgumentError, CaptureError, DataParallelError, NoGraph, NoSymbols)):
             raise  # it is the user who is asked, or it says by itself what it is
         if (own := find_failure(graph.gm, graph.inputs(arguments))) is not None:
             raise own from own.__cause__

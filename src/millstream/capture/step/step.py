@@ -39,6 +39,7 @@ from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.signature import has_same, key_of, key_of_tensors, settings_of
 from millstream.capture.step.bind import StepState
 from millstream.capture.step.calls import Calls, StepCall, specs_of, split_leaves
+from millstream.capture.step.elsewhere import Job, at_once
 from millstream.capture.step.first_run import build_and_run
 from millstream.capture.step.graph import Build, GraphCache, StepGraph
 from millstream.capture.step.plain_results import OwnTensors, detached
@@ -57,6 +58,7 @@ from millstream.capture.trace.request import (
     FoundLate,
     NoGraph,
     NotNow,
+    NotYet,
     NumbersChanged,
     OneShot,
     Request,
@@ -196,6 +198,7 @@ class Step(Generic[P, R]):
         self._has_run = False
         self._num_unready = self._num_one_shot = self._num_first = 0
         self._missed: Counter[Any] = Counter()
+        self._jobs: dict[Any, Job] = {}  # that lower graphs in other processes, by the key of the calls that wait
         self._num_fruitless = 0
         self._why = "Its arguments have another structure, shape or dtype every time."
         self._compared: CaptureError | None = None  # why there is a graph for each number that changes
@@ -228,7 +231,13 @@ class Step(Generic[P, R]):
     @property
     def fallbacks(self) -> list[str]:
         """Why anything runs eagerly, for people."""
-        return [str(refusal.error) for refusal in self.refusals]
+        waiting = {id(job): job for job in self._jobs.values() if not job.is_over}
+        now = time.monotonic()
+        compiled = [
+            f"for {now - job.since:.0f} s another process has been compiling; until it is done calls run as plain Python"
+            for job in waiting.values()
+        ]
+        return [*compiled, *(str(refusal.error) for refusal in self.refusals)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step[P, R]:
         """The same of a copy of the function, with the copied object where it is a method; nothing is captured yet."""
@@ -290,7 +299,8 @@ class Step(Generic[P, R]):
                     _learn_arguments(graph, self._calls.make(args, kwargs))
                 self._check_if_due(graph, args, kwargs)
                 return self._run_whole(graph, arguments)
-            if (self._disabled is not None or self._refused.covers(key)) and not self._forget_if_edited():
+            is_refused = self._disabled is not None or self._refused.covers(key) or self._waits(key)
+            if is_refused and not self._forget_if_edited():
                 with releasable(self._lock.lock):
                     return self._run_plainly(args, kwargs, arguments)
             call = self._calls.make(args, kwargs)
@@ -314,7 +324,7 @@ class Step(Generic[P, R]):
             return undisturbed(graph.run, arguments) if graph.is_on_host else graph.run(arguments)
 
     def _call_slowly(self, call: StepCall) -> Any:
-        if self._disabled is not None or self._refused.covers(call.key):
+        if self._disabled is not None or self._refused.covers(call.key) or self._waits(call.key):
             return self._run_call_plainly(call)
         error: CaptureError | None = None
         done: Callable[[], Any] | None = None
@@ -323,6 +333,9 @@ class Step(Generic[P, R]):
             self._missed.clear()
         except EagerFirst:
             pass
+        except NotYet as later:
+            self._jobs[call.key] = later.job
+            done = functools.partial(self._run_call_plainly, call)
         except StateMissing as missing:
             if self._num_unready == MAX_UNREADY or self._has_missed(call, missing):
                 error = self._with_region(
@@ -350,6 +363,14 @@ class Step(Generic[P, R]):
         if done is not None:  # what it raises, as by effects, is the user's own
             return done()
         return self._run_watching(call) if error is None else self._fall_back(call, error)
+
+    def _waits(self, key: Any) -> bool:
+        """Whether calls like this one run as plain Python, as their graph is lowered in another process."""
+        job = self._jobs.get(key)
+        if job is not None and job.is_over:
+            self._jobs.pop(key).stop()
+            return False
+        return job is not None
 
     def _has_missed(self, call: StepCall, missing: StateMissing) -> bool:
         """Whether a cache has had no answer too often, though eager calls like this one have come in between."""
@@ -455,6 +476,7 @@ class Step(Generic[P, R]):
             return False
         self._code, self._disabled, self._num_fruitless = code, why_disabled(), 0
         self._refused = Refused()
+        self._jobs = {}
         self.refusals[:] = [] if self._disabled is None else [Fallback({}, self._disabled)]
         return True
 
@@ -524,7 +546,7 @@ class Step(Generic[P, R]):
             found = self._search([*self._roots(call)])
             optimizers = [optimizer for _, optimizer in found.optimizers if not optimizer.state]
             try:
-                with pretended_state(optimizers):
+                with pretended_state(optimizers), at_once():
                     graph, _, _ = self._capture(call, is_trial=True)
                     if optimizers:  # it would read the pretended state
                         self._drop(graph)

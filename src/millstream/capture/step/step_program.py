@@ -12,6 +12,7 @@ from millstream.capture.model import Runnable
 from millstream.capture.step.graph import STATE_NAMES
 from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, MillstreamError
 from millstream.lower import Cutting, Lowered, LoweredForSizes, Segments, compile_graph, describe_failure
+from millstream.lower.kept import ProgramFile
 from millstream.passes import split_gradients
 
 Runner = Callable[[list[Any]], list[Any]]
@@ -38,6 +39,17 @@ class Joined(Runnable, Protocol):
     def tell_hyperparameters(self, told: list[str]) -> None: ...
 
 
+class Lowering(Protocol):
+    """The lowering of a step that is not on disk."""
+
+    def begin(self, record: ProgramFile) -> None:
+        """Begin it elsewhere.
+
+        Raises:
+            NotYet: It has begun.
+        """
+
+
 class StepProgram:
     """A captured step, lowered: runs it on the flat list of state and inputs, and returns the flat results.
 
@@ -60,6 +72,7 @@ class StepProgram:
         options: dict[str, Any] | None,
         tries_now: bool = False,
         join: Callable[[Segments, Sequence[Any], int], Joined],
+        lowering: Lowering | None = None,
     ) -> None:
         self._seen: tuple[list[Any], list[Any]] | None = None
         self._runner: Runnable | None = None
@@ -93,6 +106,7 @@ class StepProgram:
             step_state=static,
             cutting=Cutting(finish_segments, most_cuts(), names),
             tries_now=tries_now,
+            begin_elsewhere=None if lowering is None else lowering.begin,
         )
 
     @property

@@ -20,6 +20,7 @@ from millstream.capture.trace.numbers.scalars import Questions
 from millstream.capture.trace.numbers.sizes import TracedSizes
 from millstream.data_parallel.reducer import Reducer
 from millstream.errors import CaptureError
+from millstream.progress import Deferred
 from millstream.tree.spec import Structure
 
 
@@ -141,6 +142,16 @@ class NotNow(NoGraph):
     """The step cannot be captured while something goes on around the call, which may end."""
 
     error: CaptureError
+
+
+@dataclass(eq=False)
+class NotYet(NoGraph, Deferred):
+    """The graph is lowered by another process; until it has ended, calls run as plain Python."""
+
+    job: Any
+
+    def __str__(self) -> str:
+        return "compiled by another process; until it is done calls run as plain Python"
 
 
 class OneShot(NoGraph):

@@ -1,0 +1,266 @@
+"""A step's graph lowered by another process, while calls go on as plain Python: ``tune="background"``.
+
+**Contract**
+- Nothing but the time of day decides when the graph takes over; what it computes is what lowering here would give.
+- The other process is given plain data: the graph, its inputs without their values, and what lowering depends on. What
+  it makes goes to disk, where this process finds it; what cannot be told in this way is lowered here, as ever.
+- One such process at a time. It ends with this one, and no signal of a terminal reaches it.
+- Where it fails, or what it made is not found, the graph is lowered here.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+
+import millstream
+from millstream._torch.switches import present, remember
+from millstream.cache import cache_folder, is_private
+from millstream.capture.kept.descriptions import TraceNotKept
+from millstream.capture.kept.graph_data import Fakes, decode_graph, encode_graph
+from millstream.capture.kept.pickling import PlainPickler
+from millstream.capture.trace.request import NotYet
+from millstream.lower.kept.program_files import ProgramFile
+
+LOGGER = logging.getLogger("millstream")
+MODULE = "millstream.capture.step.lowering_worker"
+CONFIGS = {"inductor": inductor_config, "functorch": functorch_config}
+
+_here = threading.local()
+
+
+class Job:
+    """Another process that lowers a graph.
+
+    Args:
+        path: Of the file that describes the graph; the process removes it.
+
+    Attributes:
+        since: Seconds of ``time.monotonic`` when it began.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.since = time.monotonic()
+        self._pid = os.getpid()
+        with path.with_suffix(".log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, str(path)],
+                stdin=subprocess.PIPE,  # which the system closes when this process ends, however it does
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=_environment(),
+                start_new_session=True,
+            )
+        self._end = weakref.finalize(self, _end, self._process, self._pid, path)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended; to a forked child, for which it would not be there any more, it has."""
+        return os.getpid() != self._pid or self._process.poll() is not None
+
+    def stop(self) -> None:
+        """End it, unless it has ended, and log what it failed for."""
+        self._end()
+
+
+def _environment() -> dict[str, str]:
+    """The variables of this process, with the folders that this package and PyTorch come from."""
+    folders = (str(Path(str(module.__file__)).parent.parent) for module in (millstream, torch))
+    path = [*dict.fromkeys(folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _end(process: subprocess.Popen[bytes], pid: int, path: Path) -> None:
+    if os.getpid() != pid:
+        return
+    log = path.with_suffix(".log")
+    if (code := process.poll()) is None:
+        with suppress(OSError):  # with the processes that compile for it
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    elif code:
+        with suppress(OSError):
+            LOGGER.info("not compiled in the background: %s", log.read_text(errors="replace").strip().rpartition("\n")[2])
+    if process.stdin is not None:
+        process.stdin.close()
+    for each in (path, log):
+        each.unlink(missing_ok=True)
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Have this thread lower graphs itself."""
+    before = getattr(_here, "lowers", False)
+    _here.lowers = True
+    try:
+        yield
+    finally:
+        _here.lowers = before
+
+
+class Lowering:
+    """The lowering of one graph, which may happen elsewhere.
+
+    Made before the options of TorchInductor become those that the graph is lowered with.
+
+    Args:
+        gm: The graph.
+        inputs: Its example inputs.
+        static: As of ``Build``.
+        name: Of the program, for people.
+        options: Of TorchInductor, the user's.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        static: frozenset[int],
+        name: str,
+        options: dict[str, Any] | None,
+    ) -> None:
+        self._gm, self._inputs = gm, inputs
+        self._facts = {"static": static, "name": name, "options": options, "switches": _switches(), "configs": _configs()}
+
+    def begin(self, record: ProgramFile) -> None:
+        """Let another process lower the graph, unless one has tried to.
+
+        Args:
+            record: Where the program will be.
+
+        Raises:
+            NotYet: It does so now, or lowers another graph first.
+        """
+        if getattr(_here, "lowers", False):
+            return
+        with _jobs.lock:
+            if (running := _jobs.running()) is not None:
+                raise NotYet(running)
+            if record.digest in _jobs.tried:
+                return
+            _jobs.tried.add(record.digest)
+            try:
+                path = _write({**self._facts, "digest": record.digest, **_describe(self._gm, self._inputs)})
+                job = Job(path)
+            except (TraceNotKept, OSError, pickle.PicklingError, TypeError, AttributeError) as reason:
+                LOGGER.info("not compiled in the background: %s", reason)
+                return
+            _jobs.latest = weakref.ref(job)
+            raise NotYet(job)
+
+
+class _Jobs:
+    """The jobs of this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.tried: set[str] = set()  # digests
+        self.latest: weakref.ref[Job] | None = None
+
+    def running(self) -> Job | None:
+        job = None if self.latest is None else self.latest()
+        return None if job is None or job.is_over else job
+
+
+_jobs = _Jobs()
+
+
+def _after_fork() -> None:
+    _jobs.lock = threading.Lock()
+    _jobs.latest = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+# --- the description of a graph ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A graph to be lowered, made again of its description.
+
+    Attributes:
+        gm: The graph.
+        inputs: Of it, without values.
+        facts: What else was described.
+    """
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    facts: dict[str, Any]
+
+
+def read(path: Path) -> Task:
+    """Read the description of a graph, and remove it."""
+    if not is_private(path.parent) or not is_private(path):
+        raise PermissionError(f"{path} can be written by others")
+    facts = pickle.loads(path.read_bytes())  # noqa: S301  of this user, in a folder that nobody else can write
+    path.unlink()
+    fakes = Fakes()
+    made: dict[int, Tensor] = {}
+    inputs = []
+    for number, place, spec in facts.pop("inputs"):
+        if number not in made:
+            made[number] = fakes.make(place, *spec)
+        inputs.append(made[number])
+    return Task(decode_graph(facts.pop("graph"), fakes), inputs, facts)
+
+
+def _describe(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
+    memory: dict[int, int] = {}
+    same: dict[int, int] = {}
+    described = []
+    for value in inputs:
+        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        if not is_plain or value.is_conj() or value.is_neg():
+            raise TraceNotKept(f"an input is a {type(value).__name__} that is no plain tensor")
+        storage = value.untyped_storage()
+        place = memory.setdefault(storage._cdata, len(memory)), storage.nbytes()
+        shape, stride = tuple(value.shape), value.stride()
+        spec = value.dtype, value.device, shape, stride, value.storage_offset(), value.requires_grad
+        described.append((same.setdefault(id(value), len(same)), place, spec))
+    return {"graph": encode_graph(gm), "inputs": described}
+
+
+def _switches() -> list[Any]:
+    return [value for _, value in remember()]
+
+
+def _configs() -> dict[str, dict[str, Any]]:
+    """Options of Inductor and of AOT autograd, but for functions: where there are any, no program is kept."""
+    return {name: config.save_config_portable(ignore_private_configs=False) for name, config in CONFIGS.items()}  # type: ignore[attr-defined]
+
+
+def _write(content: dict[str, Any]) -> Path:
+    folder = cache_folder() / "jobs"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(folder):
+        raise TraceNotKept(f"{folder} can be written by others")
+    data = io.BytesIO()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    PlainPickler(data, protocol=5).dump({**content, "cuda device": device, "switches text": present().text})
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".job")
+    with os.fdopen(handle, "wb") as file:
+        file.write(data.getvalue())
+    return Path(name)

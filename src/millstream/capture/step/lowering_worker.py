@@ -1,0 +1,109 @@
+"""The process that lowers a step's graph for another one: ``python -m millstream.capture.step.lowering_worker FILE``.
+
+Its exit status is 0 where the program is on disk, and another process that asks for it there finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from millstream._torch.switches import put_back, remember
+from millstream.capture.step.elsewhere import CONFIGS, Task, read
+from millstream.capture.step.step_program import StepProgram
+from millstream.errors import LoweringError
+from millstream.lower import Lowered, LoweredForSizes
+from millstream.lower.kept.program_files import ProgramFile
+
+NICE = 5
+"""Added to the priority: what the user's process does comes first."""
+
+
+class _Pretended:
+    """Runs a program as far as its callers can see: the results have no values."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self._results = results
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        inputs.clear()
+        return list(self._results)
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def lower(task: Task) -> None:
+    """Lower a graph, so that its program is on disk.
+
+    Raises:
+        LoweringError: It is not, or not as the process that asked would look for it.
+    """
+    output = next(iter(reversed(task.gm.graph.nodes))).args[0]
+    results = [getattr(node, "meta", {}).get("val", node) for node in tree_leaves(output)]
+    records: list[ProgramFile] = []
+
+    class Here:
+        """Sees that the graph is known by the same name here."""
+
+        def begin(self, record: ProgramFile) -> None:
+            if record.digest != task.facts["digest"]:
+                raise LoweringError("The graph is another here.", construct=record.digest)
+            records.append(record)
+
+    def build(lowered: Lowered | LoweredForSizes) -> _Pretended:  # noqa: ARG001
+        return _Pretended(results)
+
+    def join(*_: Any) -> NoReturn:
+        raise LoweringError("The step's processes communicate.", construct="join")
+
+    facts = task.facts
+    program = StepProgram(
+        task.gm,
+        task.inputs,
+        facts["static"],
+        name=facts["name"],
+        build=build,
+        options=facts["options"],
+        join=join,
+        lowering=Here(),
+    )
+    program(task.inputs)
+    if records and records[0].load() is None:
+        raise LoweringError("The program is not kept on disk.", construct=facts["name"])
+
+
+def main(path: Path) -> None:
+    """Lower the graph that a file describes, under the switches and options of the process that wrote it."""
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    threading.Thread(target=_end_with_parent, name="millstream-parent", daemon=True).start()
+    task = read(path)
+    if (device := task.facts["cuda device"]) is not None:
+        torch.cuda.set_device(device)
+    put_back([(switch, value) for (switch, _), value in zip(remember(), task.facts["switches"], strict=True)])
+    with contextlib.ExitStack() as stack:
+        for name, config in CONFIGS.items():
+            own = config.save_config_portable(ignore_private_configs=False)  # type: ignore[attr-defined]
+            asked = task.facts["configs"][name]
+            stack.enter_context(config.patch({key: value for key, value in asked.items() if own.get(key) != value}))  # type: ignore[attr-defined]
+        lower(task)
+
+
+def _end_with_parent() -> None:
+    """End when the process does that started this one: then its end of the pipe is closed."""
+    while os.read(0, 1 << 10):  # not sys.stdin, whose lock the end of the interpreter would find taken
+        pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # with the processes that compile for it
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,122 @@
+"""``tune="background"``: another process lowers a step, and calls run as plain Python until its program is on disk."""
+
+import copy
+import gc
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import millstream as ms
+from millstream.capture.step import elsewhere
+from tests.processes import bring_compiled_code
+
+PATIENCE_S = 300
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    bring_compiled_code(tmp_path)
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("MILLSTREAM_WARM_START", raising=False)
+    monkeypatch.delenv("MILLSTREAM_TRACES", raising=False)
+    monkeypatch.setattr(elsewhere._jobs, "tried", set())
+
+
+def trainer(**settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).double()
+    twin = copy.deepcopy(model)
+
+    def make(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50)
+
+        def train_step(x, y):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            return loss
+
+        return train_step
+
+    return ms.step(make(model), **settings), make(twin), model, twin
+
+
+def batch(rows=6):
+    return torch.randn(rows, 8, dtype=torch.double), torch.randint(4, (rows,))
+
+
+def calls(step, eager, number, rows=6):
+    for _ in range(number):
+        x, y = batch(rows)
+        torch.testing.assert_close(step(x, y), eager(x, y).detach())
+
+
+def until_over(step):
+    deadline = time.monotonic() + PATIENCE_S
+    while any(not job.is_over for job in step._jobs.values()):
+        assert time.monotonic() < deadline, step.fallbacks
+        time.sleep(0.05)
+
+
+def refuse(*_, **__):
+    raise AssertionError("this process lowers")
+
+
+def test_calls_are_eager_until_another_process_has_lowered_the_step(monkeypatch):
+    monkeypatch.setattr("millstream.lower.compile.compile_fx", refuse)
+    step, eager, model, twin = trainer(tune="background", strict=True)
+    calls(step, eager, 30)
+    assert not step.graphs and "another process has been compiling" in str(ms.explain(step))
+    until_over(step)
+    calls(step, eager, 30)
+    (graph,) = step.graphs
+    assert graph.num_runs >= 29 and not step.fallbacks
+    for own, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(own, expected)
+    assert not [*Path(elsewhere.cache_folder(), "jobs").iterdir()]
+
+
+@pytest.mark.parametrize("module", ["this", "no.such.module"])
+def test_a_step_is_lowered_here_where_the_other_process_has_not(monkeypatch, module):
+    monkeypatch.setattr(elsewhere, "MODULE", module)
+    step, eager, *_ = trainer(tune="background", strict=True)
+    calls(step, eager, 3)
+    assert not step.graphs
+    until_over(step)
+    calls(step, eager, 3)
+    assert len(step.graphs) == 1
+
+
+def test_the_other_process_ends_with_its_step(monkeypatch, tmp_path):
+    tmp_path.joinpath("waits_for_its_parent.py").write_text("import sys; sys.stdin.read()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(elsewhere, "MODULE", "waits_for_its_parent")
+    step, eager, *_ = trainer(tune="background", strict=True, dynamic=False)
+    calls(step, eager, 2)
+    (job,) = step._jobs.values()
+    calls(step, eager, 2, rows=5)  # which waits for the first to end
+    assert {*step._jobs.values()} == {job} and len(step._jobs) == 2 and not job.is_over
+    process = job._process
+    del job
+    step.reset()
+    gc.collect()
+    assert process.poll() is not None
+    ms.precompile(step, *batch())  # asks for a graph now
+    calls(step, eager, 1)
+    assert len(step.graphs) == 1
+
+
+@pytest.mark.parametrize("settings", [{"options": {"reproducible": True}}, {"tune": "first"}])
+def test_no_clock_decides_where_that_is_asked_for(monkeypatch, settings):
+    monkeypatch.setattr(elsewhere, "Job", refuse)
+    step, eager, *_ = trainer(**{"tune": "background", "strict": True, **settings})
+    calls(step, eager, 3)
+    assert len(step.graphs) == 1
