@@ -15,7 +15,7 @@ from millstream.capture.model import Runnable
 from millstream.capture.step.elsewhere import Lowering
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.step import P, R, Step
-from millstream.capture.step.step_program import StepProgram
+from millstream.capture.step.step_program import Compiling, StepProgram
 from millstream.engine import AgreedEngine
 from millstream.engine import build as build_engine
 from millstream.errors import ArgumentError, CaptureError, names_are_suggested, warn_user
@@ -94,8 +94,9 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             by hand in the step.
         policy: How kernels are put on streams: ``"list"``, ``"slack"``, ``"chains"`` or ``"serial"``; ``None`` chooses.
         memory: Budget, in bytes as an ``int``, or as a ``float`` a factor of what one stream takes.
-        tune: When a plan is chosen on a GPU: by the first calls, or with ``"background"`` between later ones;
-            alternatives to its kernels are tried between later calls, or with ``"now"`` by the first ones, too.
+        tune: When it is compiled, and a plan chosen on a GPU: by the first calls; or with ``"background"`` by another
+            process, while calls run as plain Python, and between later ones. Alternatives to its kernels are tried
+            between later calls, or with ``"now"`` by the first ones, too.
         copy_outputs: Whether results are the caller's own. With ``False``, on a GPU, the next call overwrites them.
         strict: Raise ``CaptureError`` where otherwise a warning is given and the function runs eagerly.
         max_graphs: At most so many graphs (input shapes, modes, numbers) are kept; the one unused longest is dropped.
@@ -185,10 +186,10 @@ def _step(settings: Settings, how: dict[str, Any], fn: Callable[..., Any]) -> St
         tune, options = settings.scheduling.tune, settings.options
         # No clock may decide from which call on results are rounded otherwise.
         is_fixed = torch.are_deterministic_algorithms_enabled() or bool((options or {}).get("reproducible"))
-        how = {"options": options, "tries_now": tune == "now"}
         is_elsewhere = tune == "background" and not is_fixed
-        lowering = Lowering(gm, inputs, static, name, options) if is_elsewhere else None
-        return StepProgram(gm, inputs, static, name=name, build=build, join=join, lowering=lowering, **how)
+        begin = Lowering(gm, inputs, static, name, options).begin if is_elsewhere else None
+        how = Compiling(options, tune == "now", begin)
+        return StepProgram(gm, inputs, static, name=name, build=build, join=join, how=how)
 
     return step_of(
         fn,

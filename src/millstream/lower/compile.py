@@ -37,7 +37,7 @@ from millstream.lower.inductor.checks_first import check_classes
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
 from millstream.lower.inductor.shortcuts import no_collections
-from millstream.lower.kept import ProgramFile, open_record
+from millstream.lower.kept import FileContent, ProgramFile, open_record
 from millstream.lower.lower_graph import (
     Lowered,
     LoweredForSizes,
@@ -210,11 +210,10 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
         facts = {"step": step_state, **({"reproducible": True} if is_fixed else {})}
         step = open_record(gm, inputs, facts, {}) if step_state is not None else None
         is_untried = tries_now and may_try(is_fixed=is_fixed) and step is not None and step.noted_choice() is None
-        if step is not None and not is_untried and (found := step.load()) is not None:
+        found = _look_up(step, begin_elsewhere, is_untried=is_untried)
+        if step is not None and found is not None:
             run = finish(from_disk(found, step, f"{name}.{Phase.STEP}", start, is_fixed=is_fixed))
             return lambda *inputs: run([*found.added, *inputs])
-        if step is not None and begin_elsewhere is not None:
-            begin_elsewhere(step)
         progress.phase("preparing the graph")
         workarounds.mend_captured(gm)
         make_bodies_pure(gm)
@@ -234,6 +233,18 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
             refuse(error, "as plain Python")
             gm.graph = original
             return gm.forward
+
+
+def _look_up(
+    step: ProgramFile | None, begin_elsewhere: Callable[[ProgramFile], None] | None, *, is_untried: bool
+) -> FileContent | None:
+    """The program of a step, if it is on disk."""
+    if step is None:
+        return None
+    found = None if is_untried else step.load()
+    if found is None and begin_elsewhere is not None:
+        begin_elsewhere(step)
+    return found
 
 
 def _run_otherwise(

@@ -32,8 +32,7 @@ from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-import millstream
-from millstream._torch.switches import present, remember
+from millstream._torch.switches import remember
 from millstream.cache import cache_folder, is_private
 from millstream.capture.kept.descriptions import TraceNotKept
 from millstream.capture.kept.graph_data import Fakes, decode_graph, encode_graph
@@ -43,6 +42,7 @@ from millstream.lower.kept.program_files import ProgramFile
 
 LOGGER = logging.getLogger("millstream")
 MODULE = "millstream.capture.step.lowering_worker"
+MILLSTREAM = str(sys.modules["millstream"].__file__)
 CONFIGS = {"inductor": inductor_config, "functorch": functorch_config}
 
 _here = threading.local()
@@ -84,7 +84,7 @@ class Job:
 
 def _environment() -> dict[str, str]:
     """The variables of this process, with the folders that this package and PyTorch come from."""
-    folders = (str(Path(str(module.__file__)).parent.parent) for module in (millstream, torch))
+    folders = (str(path.parent.parent) for path in (Path(MILLSTREAM), Path(str(torch.__file__))))
     path = [*dict.fromkeys(folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -99,7 +99,8 @@ def _end(process: subprocess.Popen[bytes], pid: int, path: Path) -> None:
         process.wait()
     elif code:
         with suppress(OSError):
-            LOGGER.info("not compiled in the background: %s", log.read_text(errors="replace").strip().rpartition("\n")[2])
+            said = log.read_text(errors="replace").strip().rpartition("\n")[2]
+            LOGGER.info("not compiled in the background: %s", said)
     if process.stdin is not None:
         process.stdin.close()
     for each in (path, log):
@@ -139,7 +140,8 @@ class Lowering:
         options: dict[str, Any] | None,
     ) -> None:
         self._gm, self._inputs = gm, inputs
-        self._facts = {"static": static, "name": name, "options": options, "switches": _switches(), "configs": _configs()}
+        self._facts: dict[str, Any] = {"static": static, "name": name, "options": options}
+        self._facts |= {"switches": _switches(), "configs": _configs()}
 
     def begin(self, record: ProgramFile) -> None:
         """Let another process lower the graph, unless one has tried to.
@@ -259,7 +261,7 @@ def _write(content: dict[str, Any]) -> Path:
         raise TraceNotKept(f"{folder} can be written by others")
     data = io.BytesIO()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    PlainPickler(data, protocol=5).dump({**content, "cuda device": device, "switches text": present().text})
+    PlainPickler(data, protocol=5).dump({**content, "cuda device": device})
     handle, name = tempfile.mkstemp(dir=folder, suffix=".job")
     with os.fdopen(handle, "wb") as file:
         file.write(data.getvalue())

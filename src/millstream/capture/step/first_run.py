@@ -50,13 +50,13 @@ def build_and_run(
         random_state.restore()
 
     try:
-        with signals_wait(interrupts_wait=False):  # what a handler raises is no failure of the graph
-            with _told_as_failure(graph, arguments):
-                _build(build, graph, arguments)
-                # On the host, so that a large model does not need its state twice on the device.
-                backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
-                argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
-                results = _run(call, graph, arguments, is_trial=is_trial)
+        # What a handler raises is no failure of the graph.
+        with signals_wait(interrupts_wait=False), _told_as_failure(graph, arguments):
+            _build(build, graph, arguments)
+            # On the host, so that a large model does not need its state twice on the device.
+            backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
+            argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
+            results = _run(call, graph, arguments, is_trial=is_trial)
     except BaseException:
         restore()
         raise

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from millstream._torch.switches import put_back, remember
 from millstream.capture.step.elsewhere import CONFIGS, Task, read
-from millstream.capture.step.step_program import StepProgram
+from millstream.capture.step.step_program import Compiling, StepProgram
 from millstream.errors import LoweringError
 from millstream.lower import Lowered, LoweredForSizes
 from millstream.lower.kept.program_files import ProgramFile
@@ -51,13 +51,10 @@ def lower(task: Task) -> None:
     results = [getattr(node, "meta", {}).get("val", node) for node in tree_leaves(output)]
     records: list[ProgramFile] = []
 
-    class Here:
-        """Sees that the graph is known by the same name here."""
-
-        def begin(self, record: ProgramFile) -> None:
-            if record.digest != task.facts["digest"]:
-                raise LoweringError("The graph is another here.", construct=record.digest)
-            records.append(record)
+    def check(record: ProgramFile) -> None:
+        if record.digest != task.facts["digest"]:
+            raise LoweringError("The graph is another here.", construct=record.digest)
+        records.append(record)
 
     def build(lowered: Lowered | LoweredForSizes) -> _Pretended:  # noqa: ARG001
         return _Pretended(results)
@@ -72,9 +69,8 @@ def lower(task: Task) -> None:
         facts["static"],
         name=facts["name"],
         build=build,
-        options=facts["options"],
         join=join,
-        lowering=Here(),
+        how=Compiling(facts["options"], begin_elsewhere=check),
     )
     program(task.inputs)
     if records and records[0].load() is None:

@@ -233,9 +233,9 @@ class Step(Generic[P, R]):
         """Why anything runs eagerly, for people."""
         waiting = {id(job): job for job in self._jobs.values() if not job.is_over}
         now = time.monotonic()
+        until = "until it is done calls run as plain Python"
         compiled = [
-            f"for {now - job.since:.0f} s another process has been compiling; until it is done calls run as plain Python"
-            for job in waiting.values()
+            f"for {now - job.since:.0f} s another process has been compiling; {until}" for job in waiting.values()
         ]
         return [*compiled, *(str(refusal.error) for refusal in self.refusals)]
 

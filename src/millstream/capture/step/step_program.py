@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -39,15 +40,19 @@ class Joined(Runnable, Protocol):
     def tell_hyperparameters(self, told: list[str]) -> None: ...
 
 
-class Lowering(Protocol):
-    """The lowering of a step that is not on disk."""
+@dataclass(frozen=True)
+class Compiling:
+    """How a step is compiled.
 
-    def begin(self, record: ProgramFile) -> None:
-        """Begin it elsewhere.
+    Attributes:
+        options: Of TorchInductor, the user's.
+        tries_now: Whether a program on disk is of use only with what came of its alternatives.
+        begin_elsewhere: Called with the record of a step that is not on disk; raises ``NotYet`` where it has begun.
+    """
 
-        Raises:
-            NotYet: It has begun.
-        """
+    options: dict[str, Any] | None = None
+    tries_now: bool = False
+    begin_elsewhere: Callable[[ProgramFile], None] | None = None
 
 
 class StepProgram:
@@ -69,10 +74,8 @@ class StepProgram:
         *,
         name: str,
         build: Callable[..., Runnable],
-        options: dict[str, Any] | None,
-        tries_now: bool = False,
         join: Callable[[Segments, Sequence[Any], int], Joined],
-        lowering: Lowering | None = None,
+        how: Compiling,
     ) -> None:
         self._seen: tuple[list[Any], list[Any]] | None = None
         self._runner: Runnable | None = None
@@ -102,11 +105,11 @@ class StepProgram:
             finish,
             _refuse,
             name=name,
-            options=options,
+            options=how.options,
             step_state=static,
             cutting=Cutting(finish_segments, most_cuts(), names),
-            tries_now=tries_now,
-            begin_elsewhere=None if lowering is None else lowering.begin,
+            tries_now=how.tries_now,
+            begin_elsewhere=how.begin_elsewhere,
         )
 
     @property
