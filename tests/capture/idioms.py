@@ -793,6 +793,19 @@ def _(w):
     return step, lambda: (bank, ptr)
 
 
+@captured("a buffer as a flag: `if not self.initialized: self.mean.copy_(x.mean(0)); self.initialized.fill_(True)`")
+def _(w):
+    initialized, mean = torch.tensor(False), torch.zeros(3)
+
+    def step(x):
+        if not initialized:
+            mean.copy_(x.unique(dim=0)[0])
+            initialized.fill_(True)
+        return w.train(x - mean)
+
+    return step, lambda: (initialized, mean)
+
+
 @captured("`metrics.update(n=x.size(0), loss=loss.item())` of a dict")
 def _(w):
     seen = {}

@@ -260,6 +260,13 @@ def is_recorded() -> Callable[[Tensor], bool]:
     return lambda tensor: get_proxy_slot(tensor, tracer, None) is not None
 
 
+def node_of(tensor: Tensor) -> fx.Node | None:
+    """Of a tensor, its node in the graph being traced; ``None`` if that has none. Tried on 2.11 and 2.13."""
+    mode = get_proxy_mode()
+    found: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    return None if found is None else found.proxy.node  # type: ignore[no-any-return]
+
+
 @contextlib.contextmanager
 def known_shapes(tensors: Sequence[Any]) -> Iterator[None]:
     """For the length of the context, let a loop be recorded on fake tensors of known shapes. Tried on 2.11 and 2.13.

@@ -38,11 +38,14 @@ def make_guards(
     outputs = (*traced.outputs, *(write.output for write in traced.effects.writes))
     returned = {id(output.value) for output in outputs if output.kind == "object"}
     returned |= {id(part.target) for _, part in walk(traced.structure, "") if isinstance(part, Reference)}
+    returned |= {id(entry.tensor) for flag in traced.flags for entry in flag.entries}
     used = {
         id(entry.tensor): entry
         for index, entry in enumerate(request.state)
         if index in traced.state or id(entry.tensor) in returned
     }
+    for flag in traced.flags:
+        guards.flags.add(flag, flag.name, flag.outcome)
     for index, location in traced.replaced:
         guards.expect_form(Location(location.holder, location.key, request.state[index].name), form_of)
     _add_written(guards, traced)

@@ -36,6 +36,7 @@ from millstream.capture.record.location import MISSING, Attributes, Items, Locat
 from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.signature import is_same
+from millstream.capture.trace.flags import StateFlag
 from millstream.capture.trace.numbers.scalars import is_number
 from millstream.device.compiled_switches import install_later
 from millstream.locks import TRACING
@@ -189,6 +190,7 @@ class Guards:
         # What places hold looks as it did, though it may be another.
         self.forms = Check("{} has another shape, dtype or layout than before.", lambda pair: pair[0](pair[1].get()))
         self.precisions = Check("{}() gives another precision than before.", precision_told_by)
+        self.flags = Check("{} has another value than before.", StateFlag.now)
         self.contents = Check(_OTHER_ITEMS, _itself, has_content)  # of sets, deques, arrays and such
         self.dicts = Check("{} has another __dict__ than before.", vars, is_)  # of objects that are no modules
         self.owned: set[Location] = set()  # entries that hold state of the step
@@ -285,7 +287,7 @@ class Guards:
         self._borrowed = [self.borrowed] if self.borrowed.things else []
         self._slow = [
             check
-            for check in (self.scalers, self.forms, self.precisions, self.contents, self.dicts, self.shards)
+            for check in (self.scalers, self.forms, self.precisions, self.contents, self.dicts, self.shards, self.flags)
             if check.things
         ]
         if self.shards.things:  # which compiled code does not look into
@@ -393,6 +395,7 @@ class Guards:
             self.forms,
             self.precisions,
             self.shards,
+            self.flags,
         )
         for check in (*others, self.scalers, self.hooks):
             for change in check.broken():

@@ -230,6 +230,8 @@ class Shelf:
             raise TraceNotKept(f"it depends on what another process has not: {record.fleeting}")
         if traced.replaced or traced.sizes is not None or traced.wrapper_reads or request.replica is not None:
             raise TraceNotKept("it has arguments of many sizes, state that is replaced, or several processes")
+        if traced.flags:
+            raise TraceNotKept(f"it depends on the value of {traced.flags[0].name}")
         if traced.questions.draws or traced.questions.borrowed or traced.effects.conditions or request.is_plain:
             raise TraceNotKept("it draws random numbers on the host, or asks the host")
         state = [entry.tensor for entry in request.state]

@@ -61,6 +61,8 @@ class StepState:
     kept: set[Location] = field(default_factory=set)
     converts: bool | None = None  # see ``Request``
     settled: set[Any] = field(default_factory=set)  # changes of other plain values that were seen
+    unsteady: set[int] = field(default_factory=set)  # memory of flags that the step writes
+    waits_for_flags: bool = False  # whether the host may wait for a device to know others
 
     def make_request(
         self, function: Any, call: StepCall, roots: list[tuple[str, Any]], found: Found, like: StepGraph | None = None
@@ -129,6 +131,8 @@ class StepState:
             host_scalars=find_host_scalars(state),
             settings=settings_of(call.key),
             settled=self.settled,
+            unsteady=self.unsteady,
+            waits_for_flags=self.waits_for_flags,
             converts=self.converts,
         )
 

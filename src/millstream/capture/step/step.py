@@ -61,6 +61,7 @@ from millstream.capture.trace.request import (
     NotYet,
     NumbersChanged,
     OneShot,
+    OtherFlags,
     Request,
     StateMissing,
     Traced,
@@ -713,6 +714,9 @@ class Step(Generic[P, R]):
                 if dimensions or any(number.location in self._state.lifted for number in request.numbers):
                     raise compared.error from None
                 is_plain, self._compared = True, compared.error
+            except OtherFlags as flags:
+                self._state.unsteady |= flags.unsteady
+                self._state.waits_for_flags |= flags.needs_waiting
             except Disturbed as other:
                 num_disturbed += 1
                 disturbed.add(other.location)

@@ -16,6 +16,7 @@ from millstream.capture.record.location import Location
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
+from millstream.capture.trace.flags import StateFlag
 from millstream.capture.trace.numbers.scalars import Questions
 from millstream.capture.trace.numbers.sizes import TracedSizes
 from millstream.data_parallel.reducer import Reducer
@@ -84,6 +85,8 @@ class Request:
     converts: bool | None = None
     drawn: Sequence[Any] = ()  # random numbers that the step is to get, the first ones that it draws
     is_plain: bool = False  # whether the user's numbers stay what they are, and the graph is for those alone
+    unsteady: set[int] = field(default_factory=set)  # memory of flags that the step writes; see ``StateFlags``
+    waits_for_flags: bool = False  # whether the host may wait for a device to know one
 
 
 @dataclass
@@ -116,6 +119,7 @@ class Traced:
     wrapper_reads: dict[tuple[int, str], nn.Module]  # of DDP, what code of ours has read in its place
     sizes: TracedSizes | None = None  # those of arguments, if some were to be symbols
     num_converted: int = 0  # numbers of the graph that it has got by ``float(number)`` and its like
+    flags: Sequence[StateFlag] = ()  # branches that hold for one outcome
 
 
 # --- instead of that --------------------------------------------------------------------------------------------------
@@ -166,6 +170,14 @@ class FirstChange(NoGraph):
     """
 
     error: CaptureError  # for when it happens again and again
+
+
+@dataclass(eq=False)
+class OtherFlags(NoGraph):
+    """The step writes flags for whose values it was traced, or needs some for which the host waits: traces again."""
+
+    unsteady: frozenset[int] = frozenset()  # memory of those that it writes
+    needs_waiting: bool = False
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import sys
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from io import IOBase
 from threading import get_ident
@@ -88,8 +88,15 @@ from millstream.capture.state.snapshot import StateSnapshot, is_type_of_tracing
 from millstream.capture.trace.changes import Changes
 from millstream.capture.trace.clocks import Clocks
 from millstream.capture.trace.draws import Draws
+from millstream.capture.trace.flags import StateFlag, StateFlags
 from millstream.capture.trace.merged_ways import merge
-from millstream.capture.trace.modes import ForeignTensor, FunctionWatch, OperatorWatch
+from millstream.capture.trace.modes import (
+    READ_REMEDY,
+    VALUE_READERS,
+    ForeignTensor,
+    FunctionWatch,
+    OperatorWatch,
+)
 from millstream.capture.trace.numbers import scalar_methods  # noqa: F401  by which scalars have operators
 from millstream.capture.trace.numbers.known_arrays import writes_array
 from millstream.capture.trace.numbers.scalars import GraphScalar, Questions, give_back, is_scalar
@@ -112,11 +119,13 @@ from millstream.capture.trace.refused_code import RefusedCode
 from millstream.capture.trace.request import (
     Converted,
     Disturbed,
+    FirstChange,
     FoundLate,
     NoGraph,
     NotNow,
     NumbersChanged,
     OneShot,
+    OtherFlags,
     Request,
     StateMissing,
     Traced,
@@ -250,7 +259,8 @@ class _Tracer:
         is_on = not request.dimensions and is_alone and not is_off("branches")
         self.ways = Ways(request.ways, is_on=is_on)
         self.ways.count_effects = lambda: len(self.recorder.program)
-        self.recorder.choose = self.ways.take
+        self.flags = StateFlags(request.state, request.unsteady, request.waits_for_flags)
+        self.recorder.choose = self._choose
         self.record = make_recorder(request.function, request.arguments, _WANTED)
         self.record.watch = self
         code = self.code = RefusedCode(request, self.record, self.questions, self._report)
@@ -277,13 +287,47 @@ class _Tracer:
         self.stand_ins = StandIns(self.draws.stand_in, self.clocks.stand_in)
 
     def trace(self) -> Traced:
-        tracer, gm = self._trace_ways()
         try:
-            return tracer._finish(gm)
-        except (CaptureError, NoGraph):
+            tracer, gm = self._trace_ways()
+            traced = tracer._finish(gm)
+            traced.flags = self._settle_flags(traced)
+            return traced
+        except CaptureError as error:
+            met = [flag for each in self.with_others() for flag in each.flags.met]
+            if not self.request.waits_for_flags and any(flag.waits for flag in met):
+                raise OtherFlags(needs_waiting=True) from None
+            self._run_first(met, error)
+            raise
+        except NoGraph:
             raise
         except Exception as error:
             raise self._failure(error) from error
+
+    def _choose(self, value: Tensor) -> bool | None:
+        """The outcome of a branch with which the trace goes on; ``None`` where it cannot."""
+        outcome = self.flags.outcome(value)
+        return self.ways.take(value) if outcome is None else outcome
+
+    def _settle_flags(self, traced: Traced) -> list[StateFlag]:
+        """The flags for whose values the trace holds; stop where it writes one."""
+        flags = [flag for each in self.with_others() for flag in each.flags.asked]
+        state = zip(traced.state, traced.written, strict=False)
+        written = {storage_id(self.request.state[index].tensor) for index, is_written in state if is_written}
+        if changed := [flag for flag in flags if flag.storages & written]:
+            self._run_first(
+                changed, CaptureError(VALUE_READERS["__bool__"], where=changed[0].where, remedy=READ_REMEDY)
+            )
+            raise OtherFlags(frozenset().union(*(flag.storages for flag in changed)))
+        lines = {flag.where for flag in flags if flag.waits}
+        traced.effects.waits = sorted({*traced.effects.waits, *lines})
+        return flags
+
+    def _run_first(self, flags: Iterable[StateFlag], error: CaptureError) -> None:
+        """Have the step run as plain Python first where that may be the last time that flags are what they are."""
+        settled = {flag.key for flag in flags}
+        if not settled <= self.request.settled:
+            self.request.settled |= settled
+            raise FirstChange(error) from None
 
     def with_others(self) -> list[_Tracer]:
         """It, and those that have traced other ways."""
@@ -435,7 +479,7 @@ class _Tracer:
                     randoms,
                     self.numbers.write_down,
                     self.switches.check,
-                    self.ways.take,
+                    self._choose,
                 ),
                 functions,
                 functions.unseen_refused(),
