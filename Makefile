@@ -52,7 +52,7 @@ gpu: $(SETUP) ## the tests that need a GPU (PYTHON=python3 where torch is alread
 	MILLSTREAM_WITHOUT=own-kernels,convolution-gradients $(PYTHON) -m pytest tests/gpu/engines tests/gpu/test_kept.py tests/gpu/test_random_programs.py -m "gpu and not own_kernels"
 
 gpu2: $(SETUP) ## the tests that need two GPUs, or take all there are
-	$(PYTHON) -m pytest tests/gpu/test_data_parallel.py tests/gpu/test_many_ranks.py -m gpu
+	$(PYTHON) -m pytest tests/gpu/test_data_parallel.py tests/gpu/test_many_ranks.py tests/gpu/engines/test_placed.py -m gpu
 
 sanitize: $(SETUP) ## small networks on every engine, and our kernels, under CUDA's compute-sanitizer (three minutes on 16 cores)
 	$(SANITIZE) --tool memcheck $(PYTHON) -m pytest tests/gpu/engines/test_streams.py tests/gpu/engines/test_spread.py -m gpu -n 8 -k "inference_is or training_is or spread"

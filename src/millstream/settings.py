@@ -64,15 +64,16 @@ class Settings:
             self._check_devices()
 
     def _check_devices(self) -> None:
-        unknown = [name for name in self.devices if not re.fullmatch(r"cpu:\d+", name)]
-        if unknown and unknown[0].startswith("cuda"):
-            raise ArgumentError(
-                f"devices={list(self.devices)}: placing kernels on CUDA devices is not built yet; what another one "
-                "would give is predicted by: millstream simulate --mode place --devices 2 script.py"
-            )
-        if unknown or len({*self.devices}) < len(self.devices):
-            raise ArgumentError(f"devices={list(self.devices)}: give different ones, as in ['cpu:0', 'cpu:1'].")
-        if self.engine in ("streams", "graph"):
+        told, names = f"devices={list(self.devices)}", [name.partition(":")[0] for name in self.devices]
+        if not all(re.fullmatch(r"(cpu|cuda):\d+", name) for name in self.devices) or (
+            len({*self.devices}) < len(self.devices)
+        ):
+            raise ArgumentError(f"{told}: give different ones, as in ['cuda:0', 'cuda:1'].")
+        if len({*names}) > 1:
+            raise ArgumentError(f"{told}: kernels are compiled for one kind of device; give CUDA devices or CPUs.")
+        if names[0] == "cuda" and self.engine in ("serial", "threads"):
+            raise ArgumentError(f"engine={self.engine!r} knows one CUDA device; leave out devices= or engine=.")
+        if names[0] == "cpu" and self.engine in ("streams", "graph"):
             raise ArgumentError(f"engine={self.engine!r} is for CUDA devices, and devices= names CPUs; leave it out.")
         if self.scheduling.policy is not None:
             raise ArgumentError(f"policy={self.scheduling.policy!r} is for one device; leave it out with devices=.")

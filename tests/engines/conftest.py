@@ -95,7 +95,9 @@ def device(monkeypatch, host_driver):
         def record(inputs):
             held = [at_address(item) for item in inputs]
             before = [item.clone() if isinstance(item, torch.Tensor) else None for item in held]
+            state = torch.get_rng_state()
             outputs = run(inputs)
+            torch.set_rng_state(state)
             graph.num_entries = len(host_driver.nodes) - graph.num_before
             for item, value in zip(held, before, strict=True):  # a capture runs nothing
                 if value is not None:
@@ -123,7 +125,7 @@ def device(monkeypatch, host_driver):
     for module in (captured, cuda_graph):
         monkeypatch.setattr(module, "current_stream_handle", lambda index: None)
     monkeypatch.setattr(cuda_graph, "repair", lambda context: seen.repairs.append(seen.error))
-    monkeypatch.setattr(captured, "take_workspaces", lambda context, program, num_streams: None)
+    monkeypatch.setattr(captured, "take_workspaces", lambda context, program, numbers: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: seen.memory)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.emptied.append(len(seen.pools)))
     monkeypatch.setattr(in_place, "FORCED", True)

@@ -122,8 +122,8 @@ def test_kernels_find_their_inputs_aligned(copied, num_streams):
         assert addresses
         assert all(address % ALIGNMENT_BYTES == 0 for address in addresses)
         assert sorted(copied) == ([] if place is not shifted else [(16,), (16, 16)])
-    for event in run.events:
-        context("cpu").events.release(event)
+    for lender, event in run.events:
+        lender.events.release(event)
 
 
 def order_of(program, *tensors):

@@ -15,7 +15,7 @@ import millstream as ms
 from millstream._torch.distributed.fake_group import among_fake_processes
 from millstream.api import executables
 from millstream.cost import KernelCost, Link, Rate, Roofline
-from millstream.engine.cpu import placed
+from millstream.engine.cpu import placed_cpu as placed
 from millstream.engine.cpu.worker_pool import worker_pool
 from millstream.errors import ArgumentError, FallbackWarning
 from millstream.graph import CHOSEN, Role
@@ -120,7 +120,7 @@ def test_steps_give_the_bits_of_one_device(engine, devices, monkeypatch):
         graph = self.lowered.program.graph
         return replace(Roofline().estimate(graph), kernels=tuple(KernelCost(100_000) for _ in graph.kernels))
 
-    monkeypatch.setattr(placed.PlacedEngine, "_find_costs", even_costs)
+    monkeypatch.setattr(placed.PlacedOnCpu, "_find_costs", even_costs)
     _, expected = train(engine=engine)
     step, found = train(engine=engine, devices=devices)
     assert is_the_same(found, expected)
@@ -223,8 +223,10 @@ def test_explanation_has_a_row_for_each_device_and_what_crosses():
 
 def test_what_is_not_built_is_refused():
     for settings, text in (
-        ({"devices": ["cuda:0", "cuda:1"]}, "not built yet"),
-        ({"devices": ["cuda:0", "cuda:1"], "engine": "graph"}, "not built yet"),
+        ({"devices": ["cuda:0", "cuda:99"]}, "There is no cuda:"),
+        ({"devices": ["cuda:0", "cuda:1"], "engine": "serial"}, "knows one CUDA device"),
+        ({"devices": ["cuda:0", "cpu:1"]}, "compiled for one kind"),
+        ({"devices": ["cuda:0", "cuda:0"]}, "give different ones"),
         ({"devices": ["cpu:0", "cpu:0"]}, "give different ones"),
         ({"devices": ["cpu", "gpu"]}, "give different ones"),
         ({"devices": DEVICES, "engine": "graph"}, "is for CUDA devices"),

@@ -56,8 +56,8 @@ def test_operators_may_be_called_anything():
         )
         run = compile_plan(replace(program, calls=calls), plan, context=context("cpu"))
         assert torch.equal(run(list(inputs))[0], expected)
-        for event in run.events:
-            context("cpu").events.release(event)
+        for lender, event in run.events:
+            lender.events.release(event)
 
 
 @pytest.mark.parametrize("policy", ["list", "slack", "chains"])
@@ -75,8 +75,8 @@ def test_every_number_of_streams_gives_the_same(policy, memory):
         run = compile_plan(program.program, plan, bound, context=context("cpu"))
         assert torch.equal(run(list(inputs))[0], expected)
         assert len(run.events) > 1
-        for event in run.events:
-            context("cpu").events.release(event)
+        for lender, event in run.events:
+            lender.events.release(event)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.compiled_module import CompiledModule, compile_module
 from millstream.capture.model import Builder, Compiled, Compiler
 from millstream.capture.step.step import Step
-from millstream.engine import BySize, Engine, Improving, OneOfMany, ProgramPair, build
+from millstream.engine import BySize, Engine, Improving, OneOfMany, ProgramPair, build, check_devices
 from millstream.errors import ArgumentError, names_are_suggested
 from millstream.lower import Lowered, LoweredForSizes
 from millstream.schedule import Tune
@@ -122,9 +122,9 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         options: Options of TorchInductor, such as ``{"max_autotune": True}``; ``{"own_kernels": False}`` does without
             our kernels for convolutions and linear layers, ``{"alternatives": False}`` without alternatives, and with
             ``{"reproducible": True}`` no clock decides what rounds.
-        devices: Devices that kernels may be placed on, the user's first: ``["cpu:0", "cpu:1"]`` are two virtual ones
-            of a CPU, to try it on. Parameters and results stay on the first. Kept where it is measured to be faster
-            than one device, or where the engine is given; ``memory=`` in bytes bounds each device.
+        devices: Devices that kernels may be placed on, the user's first: ``["cuda:0", "cuda:1"]``, or ``["cpu:0",
+            "cpu:1"]``, two virtual ones of a CPU to try it on. Parameters and results stay on the first. Kept where it
+            is measured to be faster than one device, or where the engine is given; ``memory=`` in bytes bounds each.
         mode: As for ``torch.compile``. ``"reduce-overhead"`` is what the engine ``graph`` does anyway;
             ``"max-autotune"`` stands for those options of TorchInductor.
         fullgraph: The same as ``strict``.
@@ -149,6 +149,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
         dynamic=dynamic,
         devices=devices,
     )
+    check_devices(asked.devices)
     settings = translate(asked, mode=mode, fullgraph=fullgraph, backend=backend)
     return functools.partial(_compile, settings) if model is None else _compile(settings, model)
 

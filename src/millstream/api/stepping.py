@@ -16,7 +16,7 @@ from millstream.capture.step.elsewhere import Lowering
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.step import P, R, Step
 from millstream.capture.step.step_program import Compiling, StepProgram
-from millstream.engine import AgreedEngine
+from millstream.engine import AgreedEngine, check_devices
 from millstream.engine import build as build_engine
 from millstream.errors import ArgumentError, CaptureError, names_are_suggested, warn_user
 from millstream.lower import Lowered, LoweredForSizes
@@ -137,6 +137,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         dynamic=dynamic,
         devices=devices,
     )
+    check_devices(settings.devices)
     if settings.devices and data_parallel is not False:
         raise ArgumentError("data_parallel= has a process for each device; leave out devices=.")
     shares = {"shard_optimizer": shard_optimizer, "shard_parameters": shard_parameters}

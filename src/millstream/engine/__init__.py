@@ -1,13 +1,13 @@
 """Running a plan, all with the same results: ``serial``, ``threads`` (CPU), ``graph`` (one CUDA graph), ``streams``."""
 
-from millstream.engine.assembly import OneOfMany, build
+from millstream.engine.assembly import OneOfMany, build, check_devices
 from millstream.engine.by_size import BySize
-from millstream.engine.cpu.placed_program import find_constraints
 from millstream.engine.cuda.captured import ProgramPair
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.engine import Engine
 from millstream.engine.improving import Improving
 from millstream.engine.parallel.agreed import AgreedEngine
+from millstream.engine.placed.placed_program import find_constraints
 from millstream.engine.serial_engine import SerialEngine
 from millstream.engine.streams_engine import StreamsEngine
 
@@ -22,5 +22,6 @@ __all__ = [
     "SerialEngine",
     "StreamsEngine",
     "build",
+    "check_devices",
     "find_constraints",
 ]

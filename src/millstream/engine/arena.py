@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -138,8 +138,15 @@ def bind_arena(program: Program, layout: MemoryLayout, memory: torch.Tensor | No
     return bind_buffers(program, layout.offset_of, memory)
 
 
-def bind_arenas(program: Program, plan: Plan) -> dict[str, torch.Tensor]:
+def bind_arenas(
+    program: Program, plan: Plan, take: Callable[[MemoryLayout], torch.Tensor | None] = lambda layout: None
+) -> dict[str, torch.Tensor]:
     """Put the temporaries of each device into an arena of its own; returns them by buffer id.
+
+    Args:
+        program: What is run.
+        plan: On several devices.
+        take: Gives memory for an arena; ``None`` leaves that to PyTorch.
 
     Raises:
         PlanError: They would overwrite each other; a bug.
@@ -148,7 +155,7 @@ def bind_arenas(program: Program, plan: Plan) -> dict[str, torch.Tensor]:
     for device in sorted({buffer.device for buffer in plan.graph.buffers}):
         layout = assign_offsets(plan, device)
         check_plan(plan, layout)
-        bound |= bind_arena(program, layout)
+        bound |= bind_arena(program, layout, take(layout))
     return bound
 
 

@@ -6,25 +6,27 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from millstream import _native
 from millstream.check import check_plan
 from millstream.cost import Roofline
-from millstream.device import context
+from millstream.device import Place, context
 from millstream.engine.arena import Arena
-from millstream.engine.cpu.placed import PlacedEngine
+from millstream.engine.cpu.placed_cpu import PlacedOnCpu
 from millstream.engine.cpu.threads import ThreadsEngine
 from millstream.engine.cpu.worker_pool import find_library
 from millstream.engine.cuda.captured import ProgramPair
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
+from millstream.engine.cuda.placed_gpus import PlacedOnGpus
 from millstream.engine.engine import Engine
 from millstream.engine.serial_engine import SerialEngine
 from millstream.engine.streams_engine import StreamsEngine
-from millstream.errors import ArgumentError
+from millstream.errors import ArgumentError, DeviceError
 from millstream.graph import KernelKind, Plan
-from millstream.lower import Lowered
+from millstream.lower import Lowered, Phase
 from millstream.schedule import HAND_STREAMS, MOST_STREAMS, Scheduling, peak_bytes, plan_alike, plan_graph, plan_serial
 from millstream.settings import ENGINES, Settings
 
@@ -69,8 +71,9 @@ def build(
     engine = engine_asked(settings.engine)
     scheduling = with_environment(settings.scheduling)
     if settings.devices and not lowered.program.does_nothing:
-        alone = functools.partial(build, lowered, replace(settings, devices=()), one_of_many=one_of_many, warn=warn)
-        return _build_placed(lowered, settings.devices, engine, scheduling, alone, warn)
+        own = replace(settings, devices=())
+        alone = functools.partial(build, lowered, own, family=family, one_of_many=one_of_many, warn=warn)
+        return _build_placed(lowered, settings, engine, scheduling, alone, warn)
     plan = plan_serial(lowered.program.graph)
     budget = scheduling.budget_bytes(plan)
     many = one_of_many or OneOfMany(Arena())
@@ -115,29 +118,71 @@ def build(
 
 def _build_placed(
     lowered: Lowered,
-    devices: Sequence[str],
+    settings: Settings,
     engine: str | None,
     scheduling: Scheduling,
     build_alone: Callable[[], Engine],
     warn: Callable[[str], None],
 ) -> Engine:
     """Make the engine for several devices, beside that for one, which runs where several cannot."""
-    graph, obstacle = lowered.program.graph, ""
-    if lowered.program.devices != {"cpu"}:
-        obstacle = f"its kernels run on {', '.join(sorted(lowered.program.devices))}, and devices= names CPUs."
-    elif engine not in (None, "serial", "threads"):
-        obstacle = f"the engine {engine} is for CUDA devices."
-    elif engine != "serial" and find_library() is None:
-        obstacle = _why_not_threads()
-    if obstacle:
+    graph, devices = lowered.program.graph, settings.devices
+    on_cpu = devices[0].startswith("cpu")
+    if obstacle := _why_not_placed(lowered, devices, engine):
         alone = build_alone()
         alone.notes.append(f"{graph.name} runs on one device: {obstacle}")
         warn(alone.notes[-1])
         return alone
     bound = scheduling.memory if isinstance(scheduling.memory, int) else None
+    how: dict[str, Any] = {"asked": engine, "memory_bytes": bound}
+    if not on_cpu:
+        return PlacedOnGpus(lowered, build_alone(), devices, scheduling, copy_outputs=settings.copy_outputs, **how)
     fits = bound is None or peak_bytes(plan_serial(graph)) <= bound
-    one = build_alone() if fits else None
-    return PlacedEngine(lowered, one, devices, scheduling, asked=engine, memory_bytes=bound)
+    return PlacedOnCpu(lowered, build_alone() if fits else None, devices, scheduling, **how)
+
+
+def check_devices(devices: Sequence[str]) -> None:
+    """See that the devices that a program is to be placed on are there.
+
+    Raises:
+        ArgumentError: One is not; the message lists those that are.
+    """
+    for name in devices:
+        try:
+            name.startswith("cpu") or Place.of(name)
+        except DeviceError as error:
+            raise ArgumentError(f"devices={list(devices)}: {error}") from error
+
+
+def _why_not_placed(lowered: Lowered, devices: Sequence[str], engine: str | None) -> str:
+    """Say in a few words why a program runs on one device; empty when it need not."""
+    home = devices[0]
+    own = "cpu" if home.startswith("cpu") else home
+    if lowered.program.devices != {own}:
+        begins = "names CPUs" if own == "cpu" else f"begins with {home}"
+        return f"its kernels run on {', '.join(sorted(lowered.program.devices))}, and devices= {begins}."
+    if own == "cpu":
+        if engine not in (None, "serial", "threads"):
+            return f"the engine {engine} is for CUDA devices."
+        return "" if engine == "serial" or find_library() is not None else _why_not_threads()
+    if engine not in (None, "streams", "graph"):
+        return f"the engine {engine} knows one CUDA device."
+    if lowered.phase in (Phase.FORWARD, Phase.BACKWARD):
+        return (
+            "under autograd its forward and backward pass are programs of their own, which are not placed on CUDA "
+            "devices yet; ms.step(devices=...) places a whole training step, and torch.no_grad() inference."
+        )
+    kinds = {device: _kind_of(device) for device in devices}
+    if len({*kinds.values()}) > 1:
+        told = ", ".join(f"{device} is {kind}" for device, kind in kinds.items())
+        return f"kernels are compiled and measured for one kind of device, and {told}."
+    return why_not_graph(lowered) or why_not_capture()
+
+
+def _kind_of(device: str) -> str:
+    """What a CUDA device is, as far as the speed and the choice of kernels depends on it."""
+    properties = torch.cuda.get_device_properties(device)
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    return f"{properties.name} of {properties.multi_processor_count} multiprocessors and {memory}"
 
 
 def _plan_like(known: Plan, serial: Plan, budget: int) -> Plan:

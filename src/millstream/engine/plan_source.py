@@ -72,18 +72,18 @@ class CompiledPlan(Protocol):
 
     Attributes:
         source: Its text.
-        events: Lent by the context, to be given back when the function is not used any more.
+        events: Lent by the contexts, each to be given back to its own when the function is not used any more.
     """
 
     source: str
-    events: list[Event]
+    events: list[tuple[DeviceContext, Event]]
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Take the inputs, empty the list, and return the outputs."""
         ...
 
 
-def compile_plan(
+def compile_plan(  # noqa: PLR0913  all but three by name
     program: Program,
     plan: Plan,
     bound: Mapping[str, torch.Tensor] | None = None,
@@ -93,6 +93,7 @@ def compile_plan(
     numbers: Numbers | None = None,
     repeats: bool = False,
     placed: Sequence[str] = (),
+    elsewhere: Mapping[int, DeviceContext] | None = None,
 ) -> CompiledPlan:
     """Compile a plan into a Python function.
 
@@ -107,13 +108,17 @@ def compile_plan(
         repeats: Whether numbers are to stay out of the text: then it is the same at another size, or with other inputs,
             and Python need not compile it again.
         placed: Buffers that are not made: the memory for each is given, after the inputs.
+        elsewhere: Contexts of streams that are on other devices than ``context``. The function leaves other streams
+            current there.
 
     Returns:
         The function; tracebacks through it show its source. With several streams it may leave another one current when
         it raises.
     """
     bound = {**program.constants, **(bound or {})}
-    return PlanWriter(program, plan, bound, context, observe, numbers, repeats=repeats, placed=placed).compile()
+    writer = PlanWriter(program, plan, bound, context, observe, numbers, repeats=repeats, placed=placed)
+    writer.elsewhere = elsewhere or {}
+    return writer.compile()
 
 
 def callee(call: KernelCall) -> Callable[..., Any]:
@@ -147,7 +152,8 @@ class PlanWriter:
         self.counts: Counter[str] = Counter()  # the last number given to a name
         self.bound = bound
         self.lines: list[str] = []
-        self.events: list[Event] = []
+        self.elsewhere: Mapping[int, DeviceContext] = {}
+        self.events: list[tuple[DeviceContext, Event]] = []
         self.pending = ["first call"]  # see ``Promise``
         self.num_numbers = 0  # that were kept out of the text
         self.names: dict[str, str] = {}  # value name -> Python name
@@ -165,9 +171,9 @@ class PlanWriter:
                 case Free(buffer, _):
                     self._write_free(buffer)
                 case Record(event, stream):
-                    self.lines.append(f"{self._event(event)}.record(stream_{stream})")
+                    self.lines.append(f"{self._event(event, stream)}.record(stream_{stream})")
                 case Wait(event, stream):
-                    self.lines.append(f"stream_{stream}.wait_event({self._event(event)})")
+                    self.lines.append(f"stream_{stream}.wait_event({self._event(event, stream)})")
                 case _:
                     raise InternalError(f"No engine knows how to run {step}.")
         self._enter(0)
@@ -211,10 +217,17 @@ class PlanWriter:
             self.lines.append(f"given_{local} = {local}")
         self.lines.append(f"if {local}.data_ptr() % {ALIGNMENT_BYTES}: {local} = {copy}({local})")
 
+    def _raw_stream(self) -> Callable[[], int]:
+        """Return a function that gives the raw handle of the device's current stream."""
+        if self.elsewhere and self.context is not None:
+            return functools.partial(current_stream_handle, self.context.place.index)
+        device = torch.device(next(name for name in sorted(self.program.devices) if name != "cpu"))
+        return lambda: current_stream_handle(device.index)
+
     def _write_streams(self) -> None:
         """Find the current stream, and let the others begin after it."""
         if any(call.stream_keyword for call in self.program.calls):
-            self.scope["raw_stream"] = _raw_stream(self.program)
+            self.scope["raw_stream"] = self._raw_stream()
             self.lines.append("handle_0 = raw_stream()")
         if not self.parallel:
             return
@@ -225,18 +238,28 @@ class PlanWriter:
         self.scope["current_stream"] = self.context.current_stream
         self.lines += ["stream_0 = current_stream()", f"{self._event(None)}.record(stream_0)"]
         for index in range(1, self.plan.num_streams):
-            stream = self.context.streams[index]
+            stream = self._context_of(index).streams[index]
             self.scope[f"stream_{index}"] = stream
             self.scope[f"handle_{index}"] = getattr(stream, "cuda_stream", 0)
             self.lines.append(f"stream_{index}.wait_event({self._event(None)})")
 
-    def _event(self, event: int | None) -> str:
-        """Name of one of the plan's events, or of the one after which the streams begin."""
+    def _context_of(self, stream: int) -> DeviceContext:
+        """Lends a stream, and events to be recorded there."""
+        assert self.context is not None, "only plans with several streams have streams and events"
+        return self.elsewhere.get(stream, self.context)
+
+    def _event(self, event: int | None, stream: int = 0) -> str:
+        """Name of one of the plan's events, or of the one after which the streams begin; it is recorded first of all.
+
+        Args:
+            event: Its number in the plan.
+            stream: On which it is recorded, where it has not been.
+        """
         name = "fork" if event is None else f"event_{event}"
         if name not in self.scope:
-            assert self.context is not None, "only plans with several streams have events"
-            self.scope[name] = self.context.events.acquire()
-            self.events.append(self.scope[name])
+            context = self._context_of(stream)
+            self.scope[name] = context.events.acquire()
+            self.events.append((context, self.scope[name]))
         return name
 
     def _enter(self, stream: int) -> None:
@@ -265,8 +288,10 @@ class PlanWriter:
         args += [f"{key}={self._expression(value)}" for key, value in call.kwargs.items()]
         if call.stream_keyword:
             args.append(f"{call.stream_keyword}={'raw_stream()' if self.observe else f'handle_{stream}'}")
-        else:
-            self._enter(stream)
+        if not call.stream_keyword or (
+            self.elsewhere and self._context_of(stream) is not self._context_of(self.current)
+        ):
+            self._enter(stream)  # also to a device: a handle may stand for the default stream of whichever is current
         text = f"{target}({', '.join(args)})"
         if self.observe is not None:
             text = self._observed(kernel, text)
@@ -396,12 +421,6 @@ def _code_of(source: str, name: str) -> CodeType:
     (function,) = (part for part in code.co_consts if isinstance(part, CodeType))
     weakref.finalize(function, linecache.cache.pop, filename, None)
     return code
-
-
-def _raw_stream(program: Program) -> Callable[[], int]:
-    """Return a function that gives the raw handle of the device's current stream."""
-    device = torch.device(next(name for name in sorted(program.devices) if name != "cpu"))
-    return lambda: current_stream_handle(device.index)
 
 
 def _readable(target: Callable[..., Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -64,3 +65,15 @@ def rewinding(memory: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> 
 def may_count(tensor: torch.Tensor) -> bool:
     """Return whether a program may count in a tensor."""
     return tensor.numel() == 1 or not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def bits_of(value: Any) -> torch.Tensor:
+    """A copy of a result as bytes, in which even NaNs are equal."""
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(float("nan") if value is None else value)
+    return value.detach().contiguous().clone().reshape(-1).view(torch.uint8)
+
+
+def written(program: Program, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The inputs that a program changes."""
+    return [tensor for name, tensor in zip(program.inputs, inputs, strict=True) if name in program.mutated]

@@ -8,6 +8,8 @@ or be given to others, while a graph still writes there.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from millstream.device.context import DeviceContext
@@ -17,27 +19,28 @@ from millstream.graph import KernelKind
 from millstream.program import Program
 
 
-def take_workspaces(context: DeviceContext, program: Program, num_streams: int) -> None:
-    """Let the workspaces of the first streams lie in a pool of their own, before plans are captured on these streams.
+def take_workspaces(context: DeviceContext, program: Program, numbers: Iterable[int]) -> None:
+    """Let the workspaces of some streams lie in a pool of their own, before plans are captured on these streams.
 
     Whoever drops a workspace leaves its memory to that pool, which lives as long as the context, and from which nothing
     else is ever taken. Graphs share it, as they run one at a time. Without products nothing is taken.
     """
     if not any(kernel.kind is KernelKind.GEMM for kernel in program.graph.kernels):
         return
-    streams = [context.streams[index] for index in range(num_streams)]
+    origin, streams = context.streams[0], [context.streams[number] for number in numbers]
     before = context.events.acquire()
     try:
         with guard(context.place):
             torch.cuda.current_blas_handle()  # each thread has its own, and making it ends a capture
         with guard(context.place), capture(context, torch.cuda.CUDAGraph(), context.graphs.workspace_pool):
+            before.record(origin)
             for stream in streams:  # one after the other: what is captured on several must come together again
                 with context.on(stream):
-                    if stream is not streams[0]:
+                    if stream is not origin:
                         stream.wait_event(before)
                     small = torch.ones(16, 16, device=context.torch_device, dtype=torch.half)
                     torch.addmm(small[0], small, torch.mm(small, small))  # by cuBLAS, and by cuBLASLt
                     before.record(stream)
-            streams[0].wait_event(before)
+            origin.wait_event(before)
     finally:
         context.events.release(before)

@@ -24,7 +24,7 @@ from millstream.engine.arena import bind_arena
 from millstream.engine.cpu.threads_native import Runner
 from millstream.engine.cpu.worker_pool import intra_op_threads
 from millstream.engine.plan_source import compile_plan
-from millstream.engine.unchanged import unchanged
+from millstream.engine.unchanged import bits_of, unchanged, written
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered
 from millstream.program import Program
@@ -208,15 +208,3 @@ def settled_ns(run: Callable[[], Any], rewind: Callable[[], None]) -> int:
         run()
         times.append(time.perf_counter_ns() - start)
     return round(median(times))
-
-
-def bits_of(value: Any) -> torch.Tensor:
-    """A copy of a result as bytes, in which even NaNs are equal."""
-    if not isinstance(value, torch.Tensor):
-        value = torch.tensor(float("nan") if value is None else value)
-    return value.detach().contiguous().clone().reshape(-1).view(torch.uint8)
-
-
-def written(program: Program, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The inputs that a program changes."""
-    return [tensor for name, tensor in zip(program.inputs, inputs, strict=True) if name in program.mutated]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from millstream.device.drivers.driver import GraphPool
 from millstream.engine.arena import Arena, User, bind_arena, bind_buffers, lay_out, view_memory
 from millstream.engine.cuda.batched_copy import make_batched_copy
 from millstream.engine.cuda.graph_io import GraphIO, make_graph_io
+from millstream.engine.cuda.plan_devices import PlanDevices
 from millstream.engine.plan_source import compile_plan
 from millstream.graph import Plan, Role, Spread
 from millstream.lower import Lowered, Phase
@@ -66,6 +68,7 @@ class Captured:
         pool: Memory that the graph shares with others; ``None`` for its own.
         arena: Where slots, temporaries and outputs are to lie, if not in memory of their own.
         user: Told when the arena takes its memory back: the capture may not be run any more then.
+        devices: Where the plan is on several devices: their streams and memory.
 
     Attributes:
         graph: The CUDA graph.
@@ -89,10 +92,11 @@ class Captured:
         pool: GraphPool | None,
         arena: Arena | None = None,
         user: User | None = None,
+        devices: PlanDevices | None = None,
     ) -> None:
         program = lowered.program
         self._arena, self._token, self.object_bytes = arena, object(), 0
-        self._bound: dict[str, torch.Tensor] | None = None
+        self._devices, self._bound = devices, devices.bind() if devices is not None else None
         self._program, self._phase, self._family = program, lowered.phase, family
         self._plan, self._context, self._copied = plan, context, copied
         self._whole: torch.Tensor | None = None
@@ -186,7 +190,10 @@ class Captured:
         program, plan, context = self._program, self._plan, self._context
         is_spread = plan.spread is not Spread.PACKED
         is_kept = graph_io is not None or is_spread  # until it is instantiated here
-        take_workspaces(context, program, plan.num_streams)
+        if self._devices is None:
+            take_workspaces(context, program, range(plan.num_streams))
+        else:
+            self._devices.take_workspaces()
         lacking_bytes = _lacking_bytes(context)
         self.graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
         with capture(context, self.graph, pool):
@@ -199,12 +206,14 @@ class Captured:
             bound = self._bound
             if bound is None and plan.layout is not None:
                 bound = bind_arena(program, plan.layout)
-            run = compile_plan(program, plan, bound, context=context, repeats=True)
+            elsewhere = {} if self._devices is None else self._devices.elsewhere
+            run = compile_plan(program, plan, bound, context=context, repeats=True, elsewhere=elsewhere)
             try:
-                outputs = run(memory)
+                with nullcontext() if self._devices is None else self._devices.allocating():
+                    outputs = run(memory)
             finally:
-                for event in run.events:
-                    context.events.release(event)
+                for lender, event in run.events:
+                    lender.events.release(event)
             self._handed_out = [i for i in range(len(outputs)) if i in self._copied and self._owns(i)]
             self._results = [outputs[i] for i in self._handed_out]
             leads_out = graph_io is not None and graph_io.lead_out(self._results)

@@ -79,7 +79,7 @@ class CostMeter:
 
     def _measure(self, kernel: Kernel, launch: Callable[[], Any], rewind: Callable[[], None] | None) -> KernelCost:
         if self._empty_ns is None:
-            take_workspaces(self._context, self._program, 1)
+            take_workspaces(self._context, self._program, [0])
             small = torch.empty(32, device=self._device)
             self._empty_ns = self._fixed_ns(small.zero_)
         repeats = min(max(TARGET_NS // self._guess_ns[kernel.id], FEWEST_REPEATS), MOST_REPEATS)

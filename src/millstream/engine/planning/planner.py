@@ -115,6 +115,10 @@ class Planner:
                 self._store.save_choice(key, {"serial_ns": serial_ns, **to_json(*found)})
         return found
 
+    def known_costs(self) -> Costs:
+        """Return what is known of the kernels."""
+        return self._known().estimate(self._lowered.program.graph)
+
     def _known(self) -> MeasuredCosts:
         """Return what this process knows, by measurements where there are any."""
         name, program = str(self._context.place), self._lowered.program

@@ -92,6 +92,36 @@ def _compile(tuner: Any, config: Any, choice: Choice) -> Any:
     return None
 
 
+def tuner_elsewhere(tuner: Any, index: int) -> Any:
+    """Return a tuner that launches the same kernel, in the configuration that it has, on another GPU of the same kind.
+
+    What is loaded on one device can't be launched on another; compiled it has been, so that this takes milliseconds.
+
+    Args:
+        tuner: A ``CachingAutotuner`` that has run.
+        index: Of the other device.
+
+    Raises:
+        RuntimeError: Which configuration it has is still open, or cannot be had there.
+    """
+    launchers = _launchers(tuner)
+    name = getattr(tuner.fn, "__name__", "a kernel")
+    if len(launchers) != 1:
+        raise RuntimeError(f"{name} has not chosen among {len(launchers)} configurations yet")
+    other = object.__new__(type(tuner))  # a copy would be pickled, which tuners refuse once they have run
+    other.__dict__.update(vars(tuner))
+    other.device_props = tuner.device_props._replace(index=index)
+    other.triton_meta = {**tuner.triton_meta, "device": index}
+    other.compile_results, other.launchers = [], []
+    if hasattr(tuner, "_cached_launcher"):  # since 2.13
+        other._cached_launcher = None
+    launcher = _compile(other, launchers[0].config, _describe(launchers[0].config))
+    if launcher is None:
+        raise RuntimeError(f"{name} could not be loaded on cuda:{index}")
+    other.launchers = [launcher]
+    return other
+
+
 def _remember(path: Path, config: Any) -> None:
     _known[path] = _describe(config)
     write(path, json.dumps(_known[path]))

@@ -1,13 +1,8 @@
 """Several devices in one program, on a CPU: devices are virtual, and all else is real.
 
 Each device has workers and an arena of its own, and what one needs of another is copied. So everything but the speed of
-a second device shows on a CPU. The engine for one device runs until it has settled, is a candidate ever after, and
-serves calls that find the workers busy: the state is the user's, on their device, so that both meet the same.
-
-**Contract**
-- Results have the bits that one device gives.
-- Unless this engine was asked for, placement is kept only where it was measured to be faster than one device.
-- What one device has no memory for is placed before it runs, by calculated costs.
+a second device shows on a CPU. Calls that find the workers busy run on one device. What one device has no memory for is
+placed before it runs, by calculated costs.
 """
 
 from __future__ import annotations
@@ -25,14 +20,14 @@ from millstream._torch.tensors import real_tensors
 from millstream.cost import Costs, KernelCost, Link, Rate, Roofline
 from millstream.engine.arena import bind_arenas
 from millstream.engine.cpu.cpu_choice import CpuTrial, measure_kernels
-from millstream.engine.cpu.placed_program import find_constraints, place_program
 from millstream.engine.cpu.threads_native import Runner, compile_threads
 from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
 from millstream.engine.engine import Engine
+from millstream.engine.placed.placed_engine import PlacedEngine
+from millstream.engine.placed.placed_program import find_constraints, place_program
 from millstream.engine.serial_engine import SerialEngine
 from millstream.errors import ArgumentError, PlanError
-from millstream.graph import CHOSEN, Candidate, Plan
-from millstream.locks import ForkSafeLock
+from millstream.graph import CHOSEN, Plan
 from millstream.lower import Lowered
 from millstream.placement import Machine, PlacedPlan, check_streams, place
 from millstream.program import Program
@@ -58,7 +53,7 @@ def cpu_link() -> Link:
     return Link("memory", (rate,), "measured", measured_devices=2)
 
 
-class PlacedEngine(Engine):
+class PlacedOnCpu(PlacedEngine):
     """Runs a program on virtual devices of a CPU.
 
     Args:
@@ -73,6 +68,8 @@ class PlacedEngine(Engine):
         ArgumentError: They do not fit.
     """
 
+    several = "threads"
+
     def __init__(
         self,
         lowered: Lowered,
@@ -83,64 +80,14 @@ class PlacedEngine(Engine):
         asked: str | None,
         memory_bytes: int | None,
     ) -> None:
-        super().__init__(lowered, plan_serial(lowered.program.graph) if one is None else one.plan)
-        self.name = asked or "threads" if one is None else one.name
-        self.one, self._asked = one, asked
+        super().__init__(lowered, one, asked=asked)
         most = torch.get_num_threads()
         num_streams = scheduling.streams or max(most // len(devices), 1)
         self._machine = functools.partial(Machine, tuple(devices), streams=num_streams, memory_bytes=memory_bytes)
         self._num_threads = max(most // (len(devices) * num_streams), 1)
         self._first = None if one else self._place(Roofline().estimate(lowered.program.graph))
-        self._chosen: _PlacedThreads | SerialEngine | None = None
-        self._costs: Costs | None = None
-        self._settled = self._is_planning = False
-        self._planning = ForkSafeLock()
-        self._candidates: tuple[Candidate, ...] = ()
-
-    @property
-    def is_settled(self) -> bool:
-        return self._settled
-
-    @property
-    def costs(self) -> Costs | None:
-        return self._costs if self._chosen or self.one is None else self.one.costs
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        return self._candidates or (() if self.one is None else self.one.candidates)
-
-    @property
-    def shares_memory(self) -> bool:
-        return self._settled and self._chosen is None and self.one is not None and self.one.shares_memory
-
-    def __call__(self, inputs: list[Any]) -> list[Any]:
-        if not self._settled and (self.one is None or self.one.is_settled):
-            self._settle(inputs)
-        if self._settled and self._chosen is not None:
-            return self._chosen(inputs)
-        assert self.one is not None, "what does not fit on one device is placed"
-        return self.one(inputs)
-
-    def release(self) -> None:
-        for engine in (self.one, self._chosen):
-            if engine is not None:
-                engine.release()
-
-    def _settle(self, inputs: Sequence[Any]) -> None:
-        """Find the plan; another call meanwhile, also one of a kernel's, runs on one device."""
-        if not self._planning.lock.acquire(blocking=self.one is None):
-            return
-        try:
-            if not self._settled and not self._is_planning:
-                self._is_planning = True
-                self._find_plan(inputs)
-                self._settled = True
-        finally:
-            self._is_planning = False
-            self._planning.lock.release()
 
     def _find_plan(self, inputs: Sequence[Any]) -> None:
-        """Place, and take that if it was asked for, does not fit on one device, or is faster."""
         one = self.one
         if one is None:
             assert self._first is not None, "it was placed at the start"
@@ -179,9 +126,6 @@ class PlacedEngine(Engine):
         if self._asked == "serial":
             return serial
         return _PlacedThreads(lowered.program, placed.plan, self._num_threads, self.one or serial)
-
-    def _choose(self, made: _PlacedThreads | SerialEngine, costs: Costs) -> None:
-        self.plan, self.name, self._costs, self._chosen = made.plan, self._asked or "threads", costs, made
 
     def _find_costs(self, one: Engine, inputs: Sequence[Any]) -> Costs:
         """Return what the kernels were measured to take on one device."""

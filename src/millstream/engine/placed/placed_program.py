@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,16 +38,41 @@ def find_constraints(program: Program) -> Constraints:
     return Constraints(fixed, unknown - order_only, order_only)
 
 
-def place_program(program: Program, placement: Placement) -> Program:
-    """Let a program call what a placement of its graph says, copies included."""
-    return _Placing(program, placement).build()
+class Devices:
+    """What differs from one kind of device to another; here virtual ones of a CPU, which all have the same memory."""
+
+    copy: Callable[..., Any] = _COPY
+    stream_keyword = ""
+
+    def move_call(self, call: KernelCall, device: str) -> KernelCall:  # noqa: ARG002
+        """Return what does the same on another device."""
+        return call
+
+    def move_layout(self, layout: TensorLayout, device: str) -> TensorLayout:  # noqa: ARG002
+        """Return the layout of the same tensor there."""
+        return layout
+
+    def move_constant(self, constant: torch.Tensor, device: str) -> torch.Tensor:  # noqa: ARG002
+        """Return a constant of its own for a device."""
+        return constant.clone()
+
+
+def place_program(program: Program, placement: Placement, devices: Devices | None = None) -> Program:
+    """Let a program call what a placement of its graph says, copies included.
+
+    Args:
+        program: On one device.
+        placement: Of its graph.
+        devices: How calls and memory get to others; by default virtual ones of a CPU.
+    """
+    return _Placing(program, placement, devices or Devices()).build()
 
 
 class _Placing:
     """A placed program in the making."""
 
-    def __init__(self, program: Program, placement: Placement) -> None:
-        self.program, self.placement = program, placement
+    def __init__(self, program: Program, placement: Placement, devices: Devices) -> None:
+        self.program, self.placement, self.devices = program, placement, devices
         self.views = dict(program.views)
 
     def build(self) -> Program:
@@ -55,12 +81,20 @@ class _Placing:
             self._copy(kernel.reads[0], kernel.writes[0]) if origin is None else self._call(kernel.id, origin)
             for kernel, origin in zip(placed.kernels, self.placement.origin, strict=True)
         ]
-        known = {name: program.tensors[storage] for name, storage in self.placement.copy_of.items()}
+        known = {
+            name: self.devices.move_layout(program.tensors[storage], placed.buffer_of[name].device)
+            for name, storage in self.placement.copy_of.items()
+        }
         outside = {name for kernel in placed.kernels for name in kernel.allocates}
         made = [b.id for b in placed.buffers if b.alias_of is None and b.role in (Role.TEMPORARY, Role.OUTPUT)]
-        tensors = program.tensors | known
+        tensors = {
+            name: self.devices.move_layout(layout, placed.buffer_of[name].device)
+            if name in placed.buffer_of
+            else layout
+            for name, layout in program.tensors.items()
+        } | known
         constants = {
-            name: program.constants[storage].clone()
+            name: self.devices.move_constant(program.constants[storage], placed.buffer_of[name].device)
             for name, storage in self.placement.copy_of.items()
             if placed.buffer_of[name].role is Role.CONSTANT
         }
@@ -69,10 +103,16 @@ class _Placing:
             graph=placed,
             calls=tuple(calls),
             views=self.views,
-            layouts={name: program.layouts.get(name) or tensors[name] for name in made if name not in outside},
+            layouts={name: self._layout(name, tensors) for name in made if name not in outside},
             constants=program.constants | constants,
             tensors=tensors,
         )
+
+    def _layout(self, name: str, tensors: dict[str, TensorLayout]) -> TensorLayout:
+        """How a buffer lies where it is now."""
+        if (known := self.program.layouts.get(name)) is None:
+            return tensors[name]
+        return self.devices.move_layout(known, self.placement.graph.buffer_of[name].device)
 
     def _call(self, kernel: int, origin: int) -> KernelCall:
         """Return what the kernel called, on the buffers that it has now."""
@@ -80,6 +120,8 @@ class _Placing:
         pairs = zip((*old.reads, *old.writes), (*new.reads, *new.writes), strict=True)
         names = {before: after for before, after in pairs if before != after}
         call = self.program.calls[origin]
+        if new.device != old.device:
+            call = self.devices.move_call(call, new.device)
         if not names:
             return call
 
@@ -109,7 +151,7 @@ class _Placing:
         for name in (target, source):
             self.views[f"flat:{name}"] = View(name, (spanned,), (1,), 0)
             flat.append(Value(f"flat:{name}"))
-        return KernelCall(_COPY, tuple(flat), {})
+        return KernelCall(self.devices.copy, tuple(flat), {}, stream_keyword=self.devices.stream_keyword)
 
 
 def _spanned(layout: TensorLayout) -> int:
