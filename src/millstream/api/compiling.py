@@ -11,7 +11,12 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from millstream._torch.compiler.dynamo import backend_that_calls, is_compiled_by_torch, torch_backend_of
+from millstream._torch.compiler.dynamo import (
+    backend_that_calls,
+    is_compiled_by_torch,
+    name_being_compiled,
+    torch_backend_of,
+)
 from millstream.api.torch_arguments import split_options, translate, with_mode
 from millstream.capture.compiled_module import CompiledModule, compile_module
 from millstream.capture.model import Builder, Compiled, Compiler
@@ -206,6 +211,8 @@ def dynamo_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: An
     """
     backend = backend_that_calls()
     compiler = _compiler_of_torch(kwargs) if backend is None else _compiler_kept_by(backend)
+    if not compiler.graphs:
+        compiler.name = name_being_compiled() or compiler.name
     return compiler(gm, inputs)
 
 

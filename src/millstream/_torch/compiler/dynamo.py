@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -275,6 +276,24 @@ def backend_that_calls() -> Any:
     """Return the same object in a backend that it has called, if it has."""
     caller = sys._getframe(2).f_locals.get("self")
     return caller if type(caller) is torch._TorchCompileWrapper else None
+
+
+def name_being_compiled() -> str:
+    """What Dynamo compiles in this thread, by the class of a module or the name of a function; "" if it is not known.
+
+    Tried on 2.13.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    with contextlib.suppress(AttributeError):
+        root: Any = InstructionTranslator.current_tx().output.root_tx
+        code = root.f_code
+        first = root.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        called = root.f_locals.get("fn") if code.co_name == "inner" else first  # in place of a module of PyTorch's
+        owner = getattr(called, "__self__", called)
+        is_module = isinstance(owner, torch.nn.Module) and code.co_name in ("forward", "inner")
+        return type(owner).__name__ if is_module else code.co_qualname.rpartition("<locals>.")[2]
+    return ""
 
 
 _WRAPPED = "_torchdynamo_orig_backend"
