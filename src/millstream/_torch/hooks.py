@@ -145,14 +145,14 @@ def _do_nothing(*_: Any) -> None:
     pass
 
 
-def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Return whether the user registered a hook on ``module`` that runs during backward. Tried on 2.11 and 2.13."""
-    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+def backward_hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """Return hooks that the user registered on ``module``, which run during backward. Tried on 2.11 and 2.13."""
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
-def has_global_backward_hooks() -> bool:
-    """Return whether the user registered one on all modules. Tried on 2.11 and 2.13."""
-    return bool(nn_module._global_backward_hooks) or bool(nn_module._global_backward_pre_hooks)
+def backward_hooks_of_all_modules() -> list[Callable[..., Any]]:
+    """Return those that the user registered on all modules. Tried on 2.11 and 2.13."""
+    return [*nn_module._global_backward_hooks.values(), *nn_module._global_backward_pre_hooks.values()]
 
 
 def current_backward_pass() -> int:

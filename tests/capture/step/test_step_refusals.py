@@ -342,8 +342,9 @@ def test_hooks_that_run_in_backward(kind, request):
         opt.step()
         return loss
 
-    with pytest.raises(CaptureError, match="hook"):
+    with pytest.raises(CaptureError, match="hook") as caught:
         Step(step, build=interpret, strict=True)(*batches(1, 6, 4)[0])
+    assert (__file__ in caught.value.where) == (kind in ("module", "all modules"))  # of PyTorch's there are no names
 
 
 def test_arguments_that_share_memory_of_which_one_is_written():

@@ -20,9 +20,9 @@ from millstream._torch.distributed.fully_sharded import (
 )
 from millstream._torch.distributed.wrappers import data_parallel_wrappers, why_not_ours
 from millstream._torch.hooks import (
+    backward_hooks_of,
+    backward_hooks_of_all_modules,
     has_accumulation_hooks,
-    has_backward_hooks,
-    has_global_backward_hooks,
     has_tensor_hooks,
 )
 from millstream.capture.state.discover import Found
@@ -52,9 +52,11 @@ def find_unsupported(found: Found) -> Iterator[Unsupported]:
                 remedy="Use Adam, and embeddings that are not sparse.",
             )
             yield optimizer, error
-    if has_global_backward_hooks():
+    if hooks := backward_hooks_of_all_modules():
         error = CaptureError(
-            "All modules have a backward hook, which would not run in a graph.", remedy="Remove the hook."
+            "All modules have a backward hook, which would not run in a graph.",
+            where=_place_of(hooks[0]),
+            remedy="Remove the hook.",
         )
         yield None, error
     for name, root in found.modules:
@@ -133,11 +135,20 @@ def _in_module(name: str, root: nn.Module) -> Iterator[Unsupported]:
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             yield module, CaptureError(f"{path} gives sparse gradients.", remedy="Make it with sparse=False.")
-        if has_backward_hooks(module):
+        if hooks := backward_hooks_of(module):
             error = CaptureError(
-                f"{path} has a backward hook, which would not run in a graph.", remedy="Remove the hook."
+                f"{path} has a backward hook, which would not run in a graph.",
+                where=_place_of(hooks[0]),
+                remedy="Remove the hook.",
             )
             yield module, error
+
+
+def _place_of(hook: Any) -> str:
+    """The line where a hook is written, which may be a library's."""
+    function = getattr(hook, "func", hook)  # of a partial
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _in_data_parallel(found: Found) -> Iterator[Unsupported]:
