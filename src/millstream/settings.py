@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,14 +85,17 @@ class Settings:
         streams: int | str = "auto",
         policy: str | None = None,
         memory: float | int = 1.25,
-        tune: Tune = "first",
+        tune: Tune = "auto",
         **others: Any,
     ) -> Settings:
         """Turn the arguments into settings; ``"auto"`` leaves the number of streams open.
 
+        ``MILLSTREAM_TUNE`` overrules ``tune``.
+
         Raises:
             ArgumentError: One of them has no meaning.
         """
+        tune = os.environ.get("MILLSTREAM_TUNE") or tune  # type: ignore[assignment]
         others["devices"] = tuple(map(str, others.get("devices") or ()))
         if len(others["devices"]) == 1:
             others["devices"] = ()  # the user's

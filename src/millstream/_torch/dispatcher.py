@@ -79,11 +79,13 @@ def replaced_by_others() -> list[str]:
     for table in tables:
         for operator, function in table.items():
             root = str(getattr(function, "__module__", "")).partition(".")[0]
-            if root not in ("torch", "functools", "millstream"):
+            if root not in _KNOWN:
                 found.add(str(operator))
     return sorted(found)
 
 
+_KNOWN = frozenset("torch functools millstream operator _operator math builtins".split())
+"""Where functions in those tables come from; in torch 2.11 the lowering of ``operator.add`` passes as Python's."""
 _OWN = ("aten/", "prim/")
 _OF_DEVICES = tuple(f"/{key}" for key in "Meta CPU CUDA MPS XPU HPU MTIA PrivateUse1".split())
 """Kernels by which eager computes: a trace has none of them in it."""

@@ -83,7 +83,7 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
     streams: int | Literal["auto", "manual"] = "auto",
     policy: str | None = None,
     memory: float | int = 1.25,
-    tune: Tune = "first",
+    tune: Tune = "auto",
     freeze: bool = False,
     copy_outputs: bool = True,
     strict: bool = False,

@@ -12,7 +12,7 @@ import torch
 
 from millstream.api.compiling import improving, new_builder
 from millstream.capture.model import Runnable
-from millstream.capture.step.elsewhere import Lowering
+from millstream.capture.step.elsewhere import Lowering, takes_long
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.step import P, R, Step
 from millstream.capture.step.step_program import Compiling, StepProgram
@@ -54,7 +54,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     streams: int | Literal["auto", "manual"] = "auto",
     policy: str | None = None,
     memory: float | int = 1.25,
-    tune: Tune = "first",
+    tune: Tune = "auto",
     copy_outputs: bool = True,
     strict: bool = False,
     max_graphs: int = 8,
@@ -94,9 +94,10 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
             by hand in the step.
         policy: How kernels are put on streams: ``"list"``, ``"slack"``, ``"chains"`` or ``"serial"``; ``None`` chooses.
         memory: Budget, in bytes as an ``int``, or as a ``float`` a factor of what one stream takes.
-        tune: When it is compiled, and a plan chosen on a GPU: by the first calls; or with ``"background"`` by another
-            process, while calls run as plain Python, and between later ones. Alternatives to its kernels are tried
-            between later calls, or with ``"now"`` by the first ones, too.
+        tune: When it is compiled, and a plan chosen on a GPU: by the first calls (``"first"``); or with
+            ``"background"`` by another process, while calls run as plain Python, and between later ones. ``"auto"`` has
+            another process compile what takes long on a GPU. Alternatives to kernels are tried between later calls, or
+            with ``"now"`` by the first ones, too.
         copy_outputs: Whether results are the caller's own. With ``False``, on a GPU, the next call overwrites them.
         strict: Raise ``CaptureError`` where otherwise a warning is given and the function runs eagerly.
         max_graphs: At most so many graphs (input shapes, modes, numbers) are kept; the one unused longest is dropped.
@@ -187,7 +188,7 @@ def _step(settings: Settings, how: dict[str, Any], fn: Callable[..., Any]) -> St
         tune, options = settings.scheduling.tune, settings.options
         # No clock may decide from which call on results are rounded otherwise.
         is_fixed = torch.are_deterministic_algorithms_enabled() or bool((options or {}).get("reproducible"))
-        is_elsewhere = tune == "background" and not is_fixed
+        is_elsewhere = not is_fixed and (tune == "background" or (tune == "auto" and takes_long(gm)))
         begin = Lowering(gm, inputs, static, name, options).begin if is_elsewhere else None
         how = Compiling(options, tune == "now", begin)
         return StepProgram(gm, inputs, static, name=name, build=build, join=join, how=how)

@@ -108,7 +108,8 @@ def find_compiler(found: str) -> Finding:
 
 def find_overrides(settings: dict[str, str]) -> Iterator[Finding]:
     """Remind of environment variables that overrule arguments."""
-    for name, argument in (("MILLSTREAM_ENGINE", "engine="), ("MILLSTREAM_NSTREAMS", "streams=")):
+    overrides = {"MILLSTREAM_ENGINE": "engine=", "MILLSTREAM_NSTREAMS": "streams=", "MILLSTREAM_TUNE": "tune="}
+    for name, argument in overrides.items():
         if name in settings:
             yield Finding("note", name, f"{settings[name]!r} overrules {argument} everywhere")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import millstream as ms
 from millstream.api import is_compiled
+from millstream.cli.running import compiling_at_once
 from millstream.errors import ArgumentError, check_folder
 from millstream.report.explanation import writer_for
 
@@ -72,7 +73,8 @@ def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
     before = sys.modules["__main__"], sys.argv, sys.path[:]
     sys.modules["__main__"], sys.argv, sys.path[0:1] = module, [script, *arguments], [folder]
     try:
-        exec(compile(source, script, "exec"), vars(module))  # noqa: S102  the user's own script, as Python runs it
+        with compiling_at_once():
+            exec(compile(source, script, "exec"), vars(module))  # noqa: S102  the user's own script, as Python runs it
     except SystemExit:
         pass
     except KeyboardInterrupt:

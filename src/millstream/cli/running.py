@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures.thread
+import contextlib
 import os
 import runpy
 import signal
@@ -10,10 +11,23 @@ import sys
 import threading
 import traceback
 import zipfile
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
 from millstream.errors import ArgumentError
+
+
+@contextlib.contextmanager
+def compiling_at_once() -> Iterator[None]:
+    """Have steps be compiled by the calls that need them, unless the user says otherwise."""
+    is_said = "MILLSTREAM_TUNE" in os.environ
+    os.environ.setdefault("MILLSTREAM_TUNE", "first")
+    try:
+        yield
+    finally:
+        if not is_said:
+            os.environ.pop("MILLSTREAM_TUNE", None)
 
 
 def run_script(target: str, arguments: list[str], *, as_module: bool = False) -> int:
@@ -40,7 +54,9 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
             raise ArgumentError(f"cannot read {target}: {error.strerror}") from error
     before = sys.modules["__main__"], sys.argv, sys.path[:]
     sys.argv = [target, *arguments]
+    at_once = contextlib.ExitStack()
     try:
+        at_once.enter_context(compiling_at_once())
         if as_module:
             sys.path[0:1] = [os.getcwd()]  # noqa: PTH109 - as Python does
             runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -64,6 +80,7 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
         _print_error()
         return 1
     finally:
+        at_once.close()
         sys.argv, sys.path[:] = before[1], before[2]
         # ``__main__`` stays the script's: threads, pickles and exit handlers may still look there.
     return 0

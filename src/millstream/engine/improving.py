@@ -30,7 +30,7 @@ from millstream.program import Program, Value
 from millstream.schedule.improve import NOTHING, Choice, improve_stepwise
 from millstream.schedule.scheduling import GRANULE_BYTES
 
-SHARES = {"background": SHARE, "first": 0.05, "now": 1e9}
+SHARES = {"background": SHARE, "auto": 0.05, "first": 0.05, "now": 1e9}
 """Of the time, by ``tune=``, that trials may take."""
 BETWEEN = 16  # calls from one look at the clock to the next; a power of two
 MOST_CALLS = 6  # until a variant has measured its kernels, has a plan, and is captured

@@ -15,7 +15,7 @@ HAND_STREAMS = 8  # ``streams="manual"`` takes as many as are written down, and 
 MOST_STREAMS = 1024  # more than any device runs at one time; a plan keeps books for each
 GRANULE_BYTES = 2 << 20  # PyTorch's allocator takes no less from a GPU: so much more never counts as too much
 
-Tune = Literal["first", "background", "now"]
+Tune = Literal["auto", "first", "background", "now"]
 """When something is measured to be chosen from."""
 
 
@@ -28,18 +28,18 @@ class Scheduling:
         policy: Name of a policy; ``None`` chooses.
         memory: Budget: for temporaries and outputs in bytes as an ``int``, or as a ``float`` a factor of all that the
             program holds when it runs on one stream, parameters and inputs included.
-        tune: When a plan is chosen: by the first calls, or between later ones (``background``). What is chosen from is
-            the same. With ``now``, alternatives to its kernels are tried by the first calls, too.
+        tune: When a plan is chosen: by the first calls (``auto``, ``first``), or between later ones (``background``).
+            What is chosen from is the same. With ``now``, alternatives to kernels are tried by the first calls, too.
     """
 
     streams: int | None = None
     policy: str | None = None
     memory: float | int = 1.25
-    tune: Tune = field(default="first", repr=False)  # a choice on disk serves all
+    tune: Tune = field(default="auto", repr=False)  # a choice on disk serves all
 
     def __post_init__(self) -> None:
         if self.tune not in get_args(Tune):
-            raise ArgumentError(f"tune={self.tune!r} says not when; choose 'first', 'background' or 'now'.")
+            raise ArgumentError(f"tune={self.tune!r} says not when; choose 'auto', 'first', 'background' or 'now'.")
         if self.streams is not None and (
             not isinstance(self.streams, int) or isinstance(self.streams, bool) or self.streams < 1
         ):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import millstream as ms
+from millstream.capture.kept.graph_data import Fakes
 from millstream.capture.step import elsewhere
 from tests.processes import bring_compiled_code
 
@@ -116,6 +117,40 @@ def test_the_other_process_ends_with_its_step(monkeypatch, tmp_path):
     ms.precompile(step, *batch())  # asks for a graph now
     calls(step, eager, 1)
     assert len(step.graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("operators", "device", "cores", "free", "expected"),
+    [
+        (1000, "cuda", 4, 2 << 30, True),
+        (999, "cuda", 4, 2 << 30, False),
+        (1000, "cpu", 4, 2 << 30, False),
+        (1000, "cuda", 3, 2 << 30, False),
+        (1000, "cuda", 4, 1 << 30, False),
+    ],
+)
+def test_what_takes_long_on_a_gpu_is_compiled_elsewhere_where_there_is_room(
+    monkeypatch, operators, device, cores, free, expected
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 80 << 30))
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = Fakes().make((0, 4), torch.float32, torch.device(device), (1,), (1,))
+    for _ in range(operators):
+        node = graph.call_function(torch.neg, (node,))
+    assert elsewhere.takes_long(torch.fx.GraphModule({}, graph)) == expected
+
+
+def test_a_variable_overrules_when_a_step_is_compiled(monkeypatch):
+    monkeypatch.setenv("MILLSTREAM_TUNE", "first")
+    monkeypatch.setattr(elsewhere, "Job", refuse)
+    step, eager, *_ = trainer(tune="background", strict=True)
+    calls(step, eager, 3)
+    assert len(step.graphs) == 1
+    monkeypatch.setenv("MILLSTREAM_TUNE", "soon")
+    with pytest.raises(ms.ArgumentError, match="tune='soon' says not when"):
+        trainer()
 
 
 def test_no_clock_decides_where_that_is_asked_for(monkeypatch):

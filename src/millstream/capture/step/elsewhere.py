@@ -1,4 +1,4 @@
-"""A step's graph lowered by another process, while calls go on as plain Python: ``tune="background"``.
+"""A step's graph lowered by another process while calls run as plain Python: a large one, or ``tune="background"``.
 
 **Contract**
 - Nothing but the time of day decides when the graph takes over; what it computes is what lowering here would give.
@@ -44,6 +44,11 @@ LOGGER = logging.getLogger("millstream")
 MODULE = "millstream.capture.step.lowering_worker"
 MILLSTREAM = str(sys.modules["millstream"].__file__)
 CONFIGS = {"inductor": inductor_config, "functorch": functorch_config}
+
+LARGE = 1000
+"""Operators of a graph that takes half a minute or more to be lowered for a GPU: ResNet-50's, 60 s, has 1,131."""
+LEAST_CORES = 4  # else the other process would take what the loop needs
+LEAST_FREE_BYTES = 2 << 30  # of the GPU: for the context of another process, with something left
 
 _here = threading.local()
 
@@ -116,6 +121,17 @@ def at_once() -> Iterator[None]:
         yield
     finally:
         _here.lowers = before
+
+
+def takes_long(gm: fx.GraphModule) -> bool:
+    """Whether a graph takes so long to be lowered, for a GPU, that it is worth another process, which has room here."""
+    if sum(node.op == "call_function" for node in gm.graph.nodes) < LARGE:
+        return False
+    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    device = next((value.device for value in values if isinstance(value, Tensor) and value.is_cuda), None)
+    if device is None or len(os.sched_getaffinity(0)) < LEAST_CORES:
+        return False
+    return torch.cuda.mem_get_info(device)[0] >= LEAST_FREE_BYTES
 
 
 class Lowering:
