@@ -1,5 +1,6 @@
 """On a GPU, too, a step that another process has lowered is replayed as one graph."""
 
+import itertools
 import time
 
 import pytest
@@ -36,4 +37,4 @@ def test_calls_are_eager_until_another_process_has_lowered_the_step(monkeypatch,
         time.sleep(0.1)
     losses += [train_step(x) for _ in range(4)]
     assert len(train_step.graphs) == 1
-    assert all(later < before for before, later in zip(losses, losses[1:], strict=False))
+    assert all(later < before for before, later in itertools.pairwise(losses))
