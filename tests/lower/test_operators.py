@@ -7,6 +7,7 @@ import millstream as ms
 from millstream.api import executables
 from millstream.cost import kernel_key
 from millstream.graph import KernelKind
+from millstream.lower import operators
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +74,47 @@ def test_the_precision_of_products_tells_costs_apart():
 def test_operators_that_only_check_have_no_result(function):
     x = 2 * torch.eye(4)
     assert torch.equal(ms.compile(function, engine="serial", strict=True)(x), function(x))
+
+
+def test_attention_that_drops_nothing_draws_nothing():
+    """So it need not keep the order of what draws: on a GPU it may run beside it, or on another one."""
+    query = torch.randn(1, 2, 8, 16)
+    program = program_of(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), query)
+    assert not any(buffer.id.startswith("rng:") for buffer in program.graph.buffers)
+    state = torch.get_rng_state()
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, query, query, 0.0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def attention_node(name, *rest, **named):
+    query = torch.fx.Graph().placeholder("query")
+    query.meta["val"] = torch.empty(1, device="meta")
+    return getattr(torch.ops.aten, name).default, (query, query, query, *rest), named
+
+
+@pytest.mark.parametrize(
+    ("node", "draws"),
+    [
+        (attention_node("_scaled_dot_product_flash_attention"), False),
+        (attention_node("_scaled_dot_product_flash_attention", 0.1), True),
+        (attention_node("_scaled_dot_product_efficient_attention", None, False), False),
+        (attention_node("_scaled_dot_product_efficient_attention", None, False, dropout_p=0.5), True),
+        (attention_node("_scaled_dot_product_attention_math"), True),
+        (attention_node("bernoulli"), True),
+        (attention_node("relu"), False),
+    ],
+)
+def test_operators_that_drop_say_whether_they_draw(node, draws):
+    assert operators.draws_random_numbers(*node) is draws
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_cudnn_is_tried(monkeypatch, moves):
+    node = attention_node("_scaled_dot_product_cudnn_attention", None, False)
+    monkeypatch.setattr(operators, "_cudnn_draws", lambda device: moves)
+    assert operators.draws_random_numbers(*node) is moves
+    assert operators.draws_random_numbers(*attention_node("_scaled_dot_product_cudnn_attention", None, False, 0.1))
+
+
+def test_cudnn_that_cannot_be_tried_counts_as_drawing():
+    assert operators._cudnn_draws.__wrapped__(torch.device("cuda", 99))

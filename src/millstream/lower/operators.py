@@ -5,6 +5,7 @@ Tried on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from millstream._torch.tensors import real_tensors
 from millstream.graph import KernelKind
 
 _LINEAR = {"linear", "_linear_pointwise", "_mkl_linear"}
@@ -102,9 +104,54 @@ def may_raise(target: Any) -> bool:
     return kind_of(target) is KernelKind.LIBRARY and _packet_name(target) not in _SURE
 
 
-def draws_random_numbers(target: Any) -> bool:
-    """Return whether an operator moves the state of a random generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+_DROPPING = {
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+}
+"""Operators that draw for dropout alone, and none where nothing is dropped: read in PyTorch's sources."""
+_BY_CUDNN = "_scaled_dot_product_cudnn_attention"
+
+
+def draws_random_numbers(target: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Return whether a call of an operator moves the state of a random generator.
+
+    Args:
+        target: The operator.
+        args: Of a node that calls it, where attention without dropout is to be told from that with it.
+        kwargs: Likewise.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    name = _packet_name(target)
+    if name != _BY_CUDNN and name not in _DROPPING:
+        return True
+    names = [argument.name for argument in target._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    default = target._schema.arguments[names.index("dropout_p")].default_value
+    dropped = given.get("dropout_p", default)
+    if not isinstance(dropped, (int, float)) or dropped != 0:
+        return True
+    value = getattr(given.get("query"), "meta", {}).get("val")
+    return name == _BY_CUDNN and (value is None or _cudnn_draws(value.device))
+
+
+@cache
+def _cudnn_draws(device: torch.device) -> bool:
+    """Return whether cuDNN's attention moves the generator of a GPU although it drops nothing: tried on that, once."""
+    try:
+        with real_tensors(), torch.no_grad(), torch.cuda.device(device):
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            before = generator.get_offset()
+            query = torch.zeros(1, 1, 64, 64, dtype=torch.half, device=device)
+            torch.ops.aten._scaled_dot_product_cudnn_attention(query, query, query, None, False, 0.0)
+            if moved := generator.get_offset() - before:
+                generator.set_offset(generator.get_offset() - moved)
+            return moved != 0
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # another PyTorch, or a GPU that has it not
+        return True
 
 
 @cache

@@ -240,7 +240,7 @@ class _Translator:
         join = None if writer is None else writer.join
         if writer is not None and join is None:
             self._add_allocation(node, *layout_of(node.meta["val"]))
-        reads, writes = self._accesses(node, draws=draws_random_numbers(target))
+        reads, writes = self._accesses(node, draws=draws_random_numbers(target, node.args, node.kwargs))
         self._leave_empty(reads)
         self.filled.update(writes)
         parts: tuple[str, ...] = ()
