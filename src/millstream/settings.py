@@ -63,6 +63,8 @@ class Settings:
             check_options(self.options)
         if self.devices:
             self._check_devices()
+            # A frozen dataclass: branches that are fused into one kernel are on one device.
+            object.__setattr__(self, "options", {"joint_branches": False, **(self.options or {})})
 
     def _check_devices(self) -> None:
         told, names = f"devices={list(self.devices)}", [name.partition(":")[0] for name in self.devices]

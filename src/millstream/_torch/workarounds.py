@@ -92,6 +92,7 @@ PARTS: Mapping[str, str] = {
     "native": "nothing of what is written in C++ is used: no step is recorded, and Python looks at all",
     "alternatives": "programs keep the usual kernels, and try no others",
     "pacing": "parameters are gathered as soon as they can be, and not when they are needed",
+    "joint-branches": "kernels of branches of a graph are not fused, so that branches can be on several devices",
     "branches": "steps do not take both ways of a branch on a tensor's value",
 }
 """What else is not needed, and can be switched off: what happens without, by the name in ``MILLSTREAM_WITHOUT``."""

@@ -33,6 +33,7 @@ from millstream.lower import workarounds
 from millstream.lower.alternatives.variants import Choosing, Pointer, may_try, take_options, vary
 from millstream.lower.bodies import has_control_flow
 from millstream.lower.failures import other_tries
+from millstream.lower.inductor import branches
 from millstream.lower.inductor.checks_first import check_classes
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
@@ -73,7 +74,7 @@ class Cutting:
     names: Sequence[str] = ()
 
 
-_OWN_OPTIONS = ("own_kernels", "alternatives", "reproducible")
+_OWN_OPTIONS = ("own_kernels", "alternatives", "reproducible", "joint_branches")
 
 
 @contextlib.contextmanager
@@ -142,7 +143,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
             called again where that fails too, with plain Python.
         name: Name of the graph, for people.
         options: Further Inductor options, such as autotuning, and ours: ``own_kernels``, ``alternatives``,
-            ``reproducible``.
+            ``reproducible``, ``joint_branches``.
         step_state: For a whole training step: positions of the inputs whose memory stays the same between calls.
         freeze: Without gradients, fold the parameters that are attributes of the graph.
         cutting: What is done with a graph that has collectives, instead of ``finish``.
@@ -155,6 +156,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
     options = dict(options or {})
     off, is_fixed = take_options(options)
     off += [] if options.pop("own_kernels", True) else [registry.SWITCH]
+    off += [] if options.pop("joint_branches", True) else [branches.SWITCH]
     check_names(left_out())
     num_inputs = len(inputs)  # not they themselves, for later: they are a batch
     ask_early(inputs)
