@@ -33,7 +33,7 @@ from millstream.lower import workarounds
 from millstream.lower.alternatives.variants import Choosing, Pointer, may_try, take_options, vary
 from millstream.lower.bodies import has_control_flow
 from millstream.lower.failures import other_tries
-from millstream.lower.inductor import branches
+from millstream.lower.inductor import branch_fusion
 from millstream.lower.inductor.checks_first import check_classes
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
@@ -156,7 +156,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
     options = dict(options or {})
     off, is_fixed = take_options(options)
     off += [] if options.pop("own_kernels", True) else [registry.SWITCH]
-    off += [] if options.pop("joint_branches", True) else [branches.SWITCH]
+    off += [] if options.pop("joint_branches", True) else [branch_fusion.SWITCH]
     check_names(left_out())
     num_inputs = len(inputs)  # not they themselves, for later: they are a batch
     ask_early(inputs)

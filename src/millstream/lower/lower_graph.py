@@ -26,7 +26,7 @@ from millstream.lower.alternatives.table import options_of, rewrite_for
 from millstream.lower.alternatives.variants import Choosing, Variants, find_choice
 from millstream.lower.bodies import take_control_flow
 from millstream.lower.inductor.accesses import check_values, noting
-from millstream.lower.inductor.branches import branches_apart
+from millstream.lower.inductor.branch_fusion import branches_apart
 from millstream.lower.inductor.checks_first import checks_first
 from millstream.lower.inductor.equal_kernels import equal_kernels
 from millstream.lower.inductor.fx_wrapper import collect_wrappers

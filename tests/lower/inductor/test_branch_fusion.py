@@ -11,7 +11,7 @@ import millstream as ms
 from millstream._torch.workarounds import is_off, without
 from millstream.errors import ArgumentError
 from millstream.lower import lower_graph
-from millstream.lower.inductor import branches
+from millstream.lower.inductor import branch_fusion
 from tests.lower.inductor.texts import text_of
 
 
@@ -23,7 +23,7 @@ def two_branches(x, left, right):
 def num_kernels(function, *off):
     @contextlib.contextmanager
     def context():
-        with without(off), branches.branches_apart():
+        with without(off), branch_fusion.branches_apart():
             yield
 
     text = text_of(function, [torch.randn(64, 64) for _ in range(3)], "cuda", context)
@@ -32,20 +32,22 @@ def num_kernels(function, *off):
 
 def test_branches_are_fused_only_where_they_may_be():
     assert num_kernels(two_branches) == 1
-    assert num_kernels(two_branches, branches.SWITCH) == 2
+    assert num_kernels(two_branches, branch_fusion.SWITCH) == 2
 
 
 def test_what_depends_on_each_other_is_fused_all_the_same():
     def chain(x, left, right):
         return ((x @ left).relu() + x).sin() * 2, (x @ right).relu() + (x @ right).sin()
 
-    assert num_kernels(chain, branches.SWITCH) == 2
+    assert num_kernels(chain, branch_fusion.SWITCH) == 2
 
 
 @torch.no_grad()
 def test_several_devices_have_branches_apart(monkeypatch):
     found = []
-    monkeypatch.setattr(lower_graph, "branches_apart", lambda: found.append(is_off(branches.SWITCH)) or nullcontext())
+    monkeypatch.setattr(
+        lower_graph, "branches_apart", lambda: found.append(is_off(branch_fusion.SWITCH)) or nullcontext()
+    )
     inputs = [torch.randn(8, 8) for _ in range(3)]
     for settings in (
         {},
