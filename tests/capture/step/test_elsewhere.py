@@ -100,7 +100,7 @@ def test_a_step_is_lowered_here_where_the_other_process_has_failed(monkeypatch, 
 
 
 def test_the_other_process_ends_with_its_step(monkeypatch, tmp_path):
-    tmp_path.joinpath("waits_for_its_parent.py").write_text("import sys; sys.stdin.read()")
+    tmp_path.joinpath("waits_for_its_parent.py").write_text("import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(elsewhere, "MODULE", "waits_for_its_parent")
     step, eager, *_ = trainer(tune="background", strict=True, dynamic=False)

@@ -68,8 +68,8 @@ class Job:
         self._pid = os.getpid()
         with path.with_suffix(".log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(path)],
-                stdin=subprocess.PIPE,  # which the system closes when this process ends, however it does
+                [sys.executable, "-P", "-m", MODULE, str(path), str(self._pid)],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 env=_environment(),
@@ -106,9 +106,12 @@ def _end(process: subprocess.Popen[bytes], pid: int, path: Path) -> None:
         with suppress(OSError):
             said = log.read_text(errors="replace").strip().rpartition("\n")[2]
             LOGGER.info("not compiled in the background: %s", said)
-    if process.stdin is not None:
-        process.stdin.close()
-    for each in (path, log):
+    remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove the file that describes a graph, and what the process has said."""
+    for each in (path, path.with_suffix(".log")):
         each.unlink(missing_ok=True)
 
 

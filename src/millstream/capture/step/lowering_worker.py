@@ -1,4 +1,4 @@
-"""The process that lowers a step's graph for another one: ``python -m millstream.capture.step.lowering_worker FILE``.
+"""The process that lowers a step's graph for another one: ``python -m …lowering_worker FILE PID``.
 
 Its exit status is 0 where the program is on disk, and another process that asks for it there finds it.
 """
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,12 +18,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from millstream._torch.switches import put_back, remember
-from millstream.capture.step.elsewhere import CONFIGS, Task, read
+from millstream.capture.step.elsewhere import CONFIGS, Task, read, remove
 from millstream.capture.step.step_program import Compiling, StepProgram
 from millstream.errors import LoweringError
 from millstream.lower import Lowered, LoweredForSizes
 from millstream.lower.kept.program_files import ProgramFile
 
+LOOK_S = 1.0  # from one look whether the other process is there to the next
 NICE = 5
 """Added to the priority: what the user's process does comes first."""
 
@@ -77,11 +79,12 @@ def lower(task: Task) -> None:
         raise LoweringError("The program is not kept on disk.", construct=facts["name"])
 
 
-def main(path: Path) -> None:
+def main(path: Path, parent: int) -> None:
     """Lower the graph that a file describes, under the switches and options of the process that wrote it."""
     with contextlib.suppress(OSError):
         os.nice(NICE)
-    threading.Thread(target=_end_with_parent, name="millstream-parent", daemon=True).start()
+    watch = threading.Thread(target=_end_with, args=(parent, path), name="millstream-parent", daemon=True)
+    watch.start()
     task = read(path)
     if (device := task.facts["cuda device"]) is not None:
         torch.cuda.set_device(device)
@@ -94,12 +97,13 @@ def main(path: Path) -> None:
         lower(task)
 
 
-def _end_with_parent() -> None:
-    """End when the process does that started this one: then its end of the pipe is closed."""
-    while os.read(0, 1 << 10):  # not sys.stdin, whose lock the end of the interpreter would find taken
-        pass
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # with the processes that compile for it
+def _end_with(parent: int, path: Path) -> None:
+    """End soon after the process that started this one, with the processes that compile for it."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    remove(path)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
