@@ -177,18 +177,38 @@ def test_where_nothing_can_be_captured_kernels_are_issued_in_every_call(gpus):
     assert len(gpus.repairs) == 2
 
 
+def change(monkeypatch, of_one, of_several):
+    """Let results differ by so much each time."""
+    run, count = placed._PlacedTrial._run, iter(range(100))
+
+    def run_and_change(self, which):
+        change = of_one if which is self._one else of_several
+        return [value * (1 + change * next(count)) for value in run(self, which)]
+
+    monkeypatch.setattr(placed._PlacedTrial, "_run", run_and_change)
+
+
 def test_what_rounds_otherwise_is_not_kept(gpus, monkeypatch):
-    monkeypatch.setattr(placed._PlacedTrial, "_are_equal", lambda self, found: found is self._bits)
-    runs, run = [], placed._PlacedTrial._run
-
-    def run_and_note(self, which):
-        runs.append(which)
-        return self._bits if which is self._one and self._bits else run(self, which)
-
-    monkeypatch.setattr(placed._PlacedTrial, "_run", run_and_note)
+    change(monkeypatch, 0, 1e-4)
     engine = infer(gpus)
     assert engine.plan is engine.one.plan
     assert outcomes(engine) == [CHOSEN, "rounds otherwise"]
+
+
+@pytest.mark.parametrize(("of_several", "kept"), [(1e-4, True), (1e-2, False)])
+def test_where_one_device_varies_numbers_are_compared(gpus, monkeypatch, of_several, kept):
+    change(monkeypatch, 1e-4, of_several)
+    engine = infer(gpus)
+    assert (engine.plan is not engine.one.plan) is kept
+    assert any("gives other bits each time on one device" in note for note in engine.notes)
+
+
+def test_distances():
+    one, nan = torch.ones(4), torch.full((4,), float("nan"))
+    assert placed.distance([one, nan], [one.clone(), nan.clone()]) == 0
+    assert placed.distance([one * 1.5], [one]) == pytest.approx(0.5)
+    assert placed.distance([one], [nan]) == float("inf")
+    assert placed.distance([torch.tensor([1])], [torch.tensor([2])]) == float("inf")
 
 
 def test_an_error_in_a_trial_leaves_one_device(gpus, monkeypatch):
