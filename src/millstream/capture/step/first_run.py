@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -35,27 +35,29 @@ def build_and_run(
     for draw in graph.questions.draws:
         random_state.add("a random generator", draw.generator)
     arguments = graph.complete(call.arguments)
-    backups: list[Tensor] = []
-    argument_backups: list[Tensor] = []
+    backups: list[tuple[Tensor, Tensor]] = []
     gradients = [tensor.grad for tensor, _ in graph.left]
+
+    def back_up() -> None:
+        """Keep what may be written, once: not before it is built, which may be put off."""
+        if not backups:
+            # On the host, so that a large model does not need its state twice on the device.
+            states = ((each, each.clone() if each.is_cpu else each.cpu()) for each in graph.written)
+            backups.extend([*states, *((each, each.detach().clone()) for each in arguments if graph.writes_arguments)])
 
     def restore() -> None:
         for (tensor, _), gradient in zip(graph.left, gradients, strict=True):
             tensor.grad = gradient
         with torch.no_grad():
-            for tensor, backup in zip(graph.written, backups, strict=False):  # there are none before it is built
-                tensor.copy_(backup)
-            for tensor, backup in zip(arguments, argument_backups, strict=False):
+            for tensor, backup in backups:
                 tensor.copy_(backup)
         random_state.restore()
 
     try:
         # What a handler raises is no failure of the graph.
-        with signals_wait(interrupts_wait=False), _told_as_failure(graph, arguments):
+        with signals_wait(interrupts_wait=False), _told_as_failure(graph, arguments, back_up):
             _build(build, graph, arguments)
-            # On the host, so that a large model does not need its state twice on the device.
-            backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
-            argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
+            back_up()
             results = _run(call, graph, arguments, is_trial=is_trial)
     except BaseException:
         restore()
@@ -85,8 +87,8 @@ def _run(call: StepCall, graph: StepGraph, arguments: list[Tensor], *, is_trial:
 
 
 @contextmanager
-def _told_as_failure(graph: StepGraph, arguments: list[Tensor]) -> Iterator[None]:
-    """Say what has failed, in the user's words where it is the user's."""
+def _told_as_failure(graph: StepGraph, arguments: list[Tensor], back_up: Callable[[], None]) -> Iterator[None]:
+    """Say what has failed, in the user's words where it is the user's, which running its operators tells."""
     num_exchanges = PROGRESS.num_started
     try:
         yield
@@ -95,6 +97,7 @@ def _told_as_failure(graph: StepGraph, arguments: list[Tensor]) -> Iterator[None
             raise
         if isinstance(error, (ArgumentError, CaptureError, DataParallelError, NoGraph, NoSymbols)):
             raise  # it is the user who is asked, or it says by itself what it is
+        back_up()
         if (own := find_failure(graph.gm, graph.inputs(arguments))) is not None:
             raise own from own.__cause__
         what = str(error).splitlines()[0] if isinstance(error, MillstreamError) else told(error)
