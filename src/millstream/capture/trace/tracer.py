@@ -289,7 +289,7 @@ class _Tracer:
     def trace(self) -> Traced:
         try:
             tracer, gm = self._trace_ways()
-            traced = tracer._finish(gm)
+            traced = self._finished(tracer, gm)
             traced.flags = self._settle_flags(traced)
             return traced
         except CaptureError as error:
@@ -298,7 +298,11 @@ class _Tracer:
                 raise OtherFlags(needs_waiting=True) from None
             self._run_first(met, error)
             raise
-        except NoGraph:
+
+    def _finished(self, tracer: _Tracer, gm: fx.GraphModule) -> Traced:
+        try:
+            return tracer._finish(gm)
+        except (CaptureError, NoGraph):
             raise
         except Exception as error:
             raise self._failure(error) from error
