@@ -25,6 +25,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("MILLSTREAM_WARM_START", raising=False)
     monkeypatch.delenv("MILLSTREAM_TRACES", raising=False)
+    monkeypatch.delenv("MILLSTREAM_TUNE", raising=False)
     monkeypatch.setattr(elsewhere._jobs, "tried", set())
 
 

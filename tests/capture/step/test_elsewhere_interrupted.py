@@ -27,7 +27,7 @@ def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
     bring_compiled_code(folder)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("WARM_START", "1"), ("TRACES", ""), ("CACHE_DIR", str(folder))):
+        for name, value in (("WARM_START", "1"), ("TRACES", ""), ("TUNE", ""), ("CACHE_DIR", str(folder))):
             patch.setenv(f"MILLSTREAM_{name}", value)
         yield
 
