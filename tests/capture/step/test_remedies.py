@@ -434,7 +434,7 @@ def _(w):
     return step, of_items
 
 
-@remedy("shares memory with state that the step writes, or with another argument")
+@remedy("shares memory with state or with another argument, and the step writes one of them")
 def _(w):
     def step(x, y):
         return x.add_(1).sum() + y.sum()

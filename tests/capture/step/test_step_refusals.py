@@ -383,6 +383,26 @@ def test_an_argument_that_shares_memory_with_state():
         captured(model.weight.detach())
 
 
+@pytest.mark.parametrize("is_flag", [False, True])
+def test_an_argument_that_is_written_shares_memory_with_state_that_is_read(is_flag):
+    base = torch.zeros(3)
+    state = base[0]
+
+    def step(x):
+        x.add_(1)
+        return (x * 2 if state > 0 else x + 1) if is_flag else x * state
+
+    captured = Step(step, build=interpret, strict=True)
+    with pytest.raises(CaptureError, match="shares memory"):
+        captured(base[:2])
+    assert base.tolist() == [0, 0, 0]
+    x = torch.zeros(2)
+    assert captured(x).tolist() == ([2, 2] if is_flag else [0, 0])
+    with pytest.raises(CaptureError, match="shares memory"):
+        captured(base[:2])
+    assert base.tolist() == [0, 0, 0]
+
+
 def test_an_argument_on_another_device():
     model = nn.Linear(2, 2)
     captured = Step(lambda x: model(x), build=interpret, strict=True)

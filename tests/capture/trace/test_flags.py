@@ -9,6 +9,7 @@ from torch import nn
 from millstream.capture import Step
 from millstream.capture.trace.flags import StateFlag
 from tests.capture.worlds import assert_same, interpret
+from tests.processes import bring_compiled_code
 
 KINDS = {
     "bool": (torch.tensor(False), lambda flag: not flag),
@@ -115,6 +116,36 @@ def test_flags_that_every_call_writes_go_both_ways():
     assert_same(ours, trained(lambda function: function)[0])
     (graph,) = step.graphs
     assert graph.num_runs >= 6
+
+
+def test_graphs_are_checked_as_they_were_captured(tmp_path, monkeypatch):
+    """The first one, whose flag the step was not yet seen to write, too, and those whose traces were on disk."""
+    bring_compiled_code(tmp_path)
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("MILLSTREAM_TRACES", raising=False)
+
+    def trained(wrap):
+        flag, mean = torch.tensor(False), torch.zeros(3)
+
+        @wrap
+        def step(x):
+            if flag:
+                mean.lerp_(x.mean(0), 0.5)
+            else:
+                mean.copy_(x.mean(0))
+                flag.fill_(True)
+            return mean * 2
+
+        for number in range(12):
+            if number in (5, 6):
+                flag.fill_(False)
+            yield step(torch.full((2 + (5 <= number <= 8), 3), float(number)))
+
+    def checked(function):
+        return captured(function, check=1, dynamic=False)
+
+    for _ in range(2):
+        assert_same([*trained(checked)], [*trained(lambda function: function)])
 
 
 def test_another_tensor_in_the_place_of_a_flag_is_noticed():

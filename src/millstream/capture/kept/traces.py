@@ -59,13 +59,14 @@ MOST_VARIANTS = 4
 
 @dataclass
 class Learned:
-    """Facts that a step learned of its numbers before it was traced like this; see ``StepState``."""
+    """Facts that a step learned of its numbers and flags before it was traced like this; see ``StepState``."""
 
     lifted: list[Location] = field(default_factory=list)
     read: list[Location] = field(default_factory=list)
     cycled: list[Location] = field(default_factory=list)
     counted: list[tuple[Any, str]] = field(default_factory=list)
     converts: bool | None = None
+    unsteady: list[Tensor] = field(default_factory=list)
     late: list[tuple[str, Any]] = field(default_factory=list)  # objects that were found while it was traced
 
 

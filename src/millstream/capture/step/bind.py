@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from millstream._torch.distributed.fully_sharded import local_of
+from millstream._torch.tensors import storage_id
 from millstream.capture.effects.expressions import text_of
 from millstream.capture.guards import native
 from millstream.capture.guards.derive import expect_of_arguments, make_guards
@@ -36,7 +37,7 @@ from millstream.capture.step.graph import (
 from millstream.capture.step.symbolic_sizes import SizeGuard
 from millstream.capture.trace.numbers.scalars import is_number
 from millstream.capture.trace.patches.optimizers import counts_of, numbers_of
-from millstream.capture.trace.request import Gradient, NumberInput, Request, Traced
+from millstream.capture.trace.request import Gradient, NumberInput, OtherFlags, Request, Traced
 from millstream.errors import CaptureError
 from millstream.tree.containers import is_open_container
 
@@ -131,8 +132,8 @@ class StepState:
             host_scalars=find_host_scalars(state),
             settings=settings_of(call.key),
             settled=self.settled,
-            unsteady=self.unsteady,
-            waits_for_flags=self.waits_for_flags,
+            unsteady={*self.unsteady} if like is None else like.unsteady,
+            waits_for_flags=self.waits_for_flags if like is None else like.waits_for_flags,
             converts=self.converts,
         )
 
@@ -171,22 +172,24 @@ class StepState:
             [each for each in self.cycled if any(place.entry == each for place in places)],
             [each for each in self.counted if each[0] in used],
             request.converts,
+            [entry.tensor for entry in request.state if storage_id(entry.tensor) in request.unsteady],
             [*late],
         )
 
     @contextlib.contextmanager
     def learning(self, learned: Learned) -> Iterator[Callable[[], None]]:
         """Take what another process has learned; it is forgotten again unless what this yields is called."""
-        before = {**self.lifted}, {**self.read}, {*self.cycled}, {*self.counted}, self.converts
+        before = {**self.lifted}, {**self.read}, {*self.cycled}, {*self.counted}, {*self.unsteady}, self.converts
         kept: list[bool] = []
         self.lifted |= dict.fromkeys(learned.lifted)
         self.read |= dict.fromkeys(learned.read)
         self.cycled |= {*learned.cycled}
         self.counted |= {*learned.counted}
+        self.unsteady |= {*map(storage_id, learned.unsteady)}
         self.converts = learned.converts
         yield lambda: kept.append(True)
         if not kept:
-            self.lifted, self.read, self.cycled, self.counted, self.converts = before
+            self.lifted, self.read, self.cycled, self.counted, self.unsteady, self.converts = before
 
     def keep_reads(self) -> bool:
         """Let graphs hold for one value each of these again, of guesses first; returns whether there are any."""
@@ -216,6 +219,13 @@ class StepState:
             else:
                 self.lifted[location] = None
 
+    def note_flags(self, flags: OtherFlags, like: StepGraph | None) -> None:
+        """Treat flags otherwise in the next trace, unless that is compared with a graph, which has them as it has."""
+        if like is not None:
+            raise flags
+        self.unsteady |= flags.unsteady
+        self.waits_for_flags |= flags.needs_waiting
+
     def assemble(self, call: StepCall, request: Request, traced: Traced, seconds: float) -> StepGraph:
         """Put real tensors to the inputs of a traced graph.
 
@@ -239,13 +249,11 @@ class StepState:
                 static.append(device_scalars[-1].slot.tensor)
             else:
                 static.append(local_of(entry.tensor).detach())
-        written_state = AddressRanges(
-            tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written
-        )
+        own_memory = AddressRanges(_not_to_be_shared(request, traced, static))
         given = [*call.arguments, *(request.state[index].tensor for index, _ in traced.replaced)]
-        if not written_state.is_apart_from(given, among_each_other=traced.writes_arguments):
+        if not own_memory.is_apart_from(given, among_each_other=traced.writes_arguments):
             raise CaptureError(
-                "An argument shares memory with state that the step writes, or with another argument, one written.",
+                "An argument shares memory with state or with another argument, and the step writes one of them.",
                 remedy="Pass a clone of it.",
             )
         # From here on nothing fails: only now may gradients be moved to where graphs have them.
@@ -288,6 +296,8 @@ class StepState:
             expected=expect_of_arguments(request, traced),
             sizes=None if traced.sizes is None else SizeGuard(traced.sizes),
             changing=request.changing,
+            unsteady=request.unsteady,
+            waits_for_flags=request.waits_for_flags,
             listing=listing_of(request, traced) if self.is_checked else [],
             sources=[number.location for number in request.numbers],
             slots=slots,
@@ -311,7 +321,7 @@ class StepState:
             stepped=[vars(optimizer) for optimizer in traced.optimizers],
             written=[tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written],
             parameters=parameters,
-            written_state=written_state,
+            own_memory=own_memory,
             writes_arguments=traced.writes_arguments,
         )
 
@@ -347,6 +357,15 @@ class StepState:
         if known is None or known[1].shape != tensor.shape or known[1].dtype != tensor.dtype:
             known = self.grad_buffers[id(tensor)] = (tensor, torch.zeros_like(tensor, requires_grad=False))
         return known[1]
+
+
+def _not_to_be_shared(request: Request, traced: Traced, static: Sequence[Tensor]) -> Iterator[Tensor]:
+    """State in whose memory no argument may lie: what the graph writes, or all it depends on if it writes arguments."""
+    if not traced.writes_arguments:
+        yield from (tensor for tensor, is_written in zip(static, traced.written, strict=False) if is_written)
+        return
+    yield from (local_of(request.state[index].tensor) for index in traced.state)
+    yield from (entry.tensor for flag in traced.flags for entry in flag.entries)
 
 
 def _device_scalar(entry: Lifted, device: torch.device) -> DeviceScalar:

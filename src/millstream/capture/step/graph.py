@@ -109,6 +109,8 @@ class StepGraph:
     # what it takes for granted of arguments besides that: position, form, what that gives
     expected: list[tuple[int, Callable[[Any], Any], Any]]
     changing: Container[Location]  # places whose tensors were to be read in that way, if the graph reads any
+    unsteady: set[int]  # flags that the step was known to write, by memory; see ``StateFlags``
+    waits_for_flags: bool  # whether the host was to wait for a device to know others
     listing: list[OperatorLine]  # what it does, to compare with, if it is checked
     sources: list[Location]  # where the numbers are that each call may change
     slots: list[Slot]  # what it reads of them; those that it has use for are among ``static``
@@ -124,7 +126,7 @@ class StepGraph:
     containers: list[Any]  # that it reaches without its arguments
     written: list[Tensor]  # those of ``static`` that it writes
     parameters: list[Tensor]  # the user's parameters that it writes
-    written_state: AddressRanges  # memory of the user's state that it writes
+    own_memory: AddressRanges  # of the user's state, in which no argument may lie
     writes_arguments: bool  # whether it writes to an argument
     sizes: SizeGuard | None = None  # for which sizes of arguments it holds, if those are not all part of ``key``
     capture_seconds: float = 0.0  # time to trace and build it and to run it once
@@ -158,7 +160,7 @@ class StepGraph:
         if self.sizes is not None and not self.sizes.hold(arguments):
             return False
         misplaced = self.guards.hold()
-        if misplaced is None or not self.written_state.is_apart_from(
+        if misplaced is None or not self.own_memory.is_apart_from(
             self.complete(arguments), among_each_other=self.writes_arguments
         ):
             return False

@@ -715,8 +715,7 @@ class Step(Generic[P, R]):
                     raise compared.error from None
                 is_plain, self._compared = True, compared.error
             except OtherFlags as flags:
-                self._state.unsteady |= flags.unsteady
-                self._state.waits_for_flags |= flags.needs_waiting
+                self._state.note_flags(flags, like)
             except Disturbed as other:
                 num_disturbed += 1
                 disturbed.add(other.location)
