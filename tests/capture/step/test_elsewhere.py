@@ -88,16 +88,24 @@ def test_calls_are_eager_until_another_process_has_lowered_the_step(monkeypatch)
     assert not [*Path(elsewhere.cache_folder(), "jobs").iterdir()]
 
 
-def test_a_step_is_lowered_here_where_the_other_process_has_failed(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [("no.such.module", "No module named"), ("ends", "it ended with status -9"), ("\0", "embedded null byte")],
+)
+def test_a_step_is_lowered_here_where_the_other_process_has_failed(monkeypatch, caplog, tmp_path, module, said):
     caplog.set_level("INFO", "millstream")
-    monkeypatch.setattr(elsewhere, "MODULE", "no.such.module")
+    tmp_path.joinpath("ends.py").write_text("import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(elsewhere, "MODULE", module)
     step, eager, *_ = trainer(tune="background", strict=True)
     calls(step, eager, 3)
-    assert not step.graphs
+    assert bool(step.graphs) == (module == "\0")  # which no process can be started with
     until_over(step)
     calls(step, eager, 3)
     assert len(step.graphs) == 1
     assert "not compiled in the background: " in caplog.text
+    assert said in caplog.text
+    assert not [*Path(elsewhere.cache_folder(), "jobs").iterdir()]
 
 
 def test_the_other_process_ends_with_its_step(monkeypatch, tmp_path):

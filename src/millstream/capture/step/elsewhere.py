@@ -66,15 +66,11 @@ class Job:
     def __init__(self, path: Path) -> None:
         self.since = time.monotonic()
         self._pid = os.getpid()
-        with path.with_suffix(".log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(path), str(self._pid)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                env=_environment(),
-                start_new_session=True,
-            )
+        try:
+            self._process = _start(path, self._pid)
+        except BaseException:
+            remove(path)
+            raise
         self._end = weakref.finalize(self, _end, self._process, self._pid, path)
 
     @property
@@ -85,6 +81,18 @@ class Job:
     def stop(self) -> None:
         """End it, unless it has ended, and log what it failed for."""
         self._end()
+
+
+def _start(path: Path, pid: int) -> subprocess.Popen[bytes]:
+    with path.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE, str(path), str(pid)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env=_environment(),
+            start_new_session=True,
+        )
 
 
 def _environment() -> dict[str, str]:
@@ -103,9 +111,10 @@ def _end(process: subprocess.Popen[bytes], pid: int, path: Path) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     elif code:
+        said = f"it ended with status {code}"  # less than 0: by this signal
         with suppress(OSError):
-            said = log.read_text(errors="replace").strip().rpartition("\n")[2]
-            LOGGER.info("not compiled in the background: %s", said)
+            said = log.read_text(errors="replace").strip().rpartition("\n")[2] or said
+        LOGGER.info("not compiled in the background: %s", said)
     remove(path)
 
 
@@ -182,7 +191,7 @@ class Lowering:
             try:
                 path = _write({**self._facts, "digest": record.digest, **_describe(self._gm, self._inputs)})
                 job = Job(path)
-            except (TraceNotKept, OSError, pickle.PicklingError, TypeError, AttributeError) as reason:
+            except Exception as reason:  # noqa: BLE001  what cannot be told is lowered here
                 LOGGER.info("not compiled in the background: %s", reason)
                 return
             _jobs.latest = weakref.ref(job)
@@ -282,6 +291,11 @@ def _write(content: dict[str, Any]) -> Path:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     PlainPickler(data, protocol=5).dump({**content, "cuda device": device})
     handle, name = tempfile.mkstemp(dir=folder, suffix=".job")
-    with os.fdopen(handle, "wb") as file:
-        file.write(data.getvalue())
-    return Path(name)
+    path = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data.getvalue())
+    except BaseException:  # as of a full disk
+        remove(path)
+        raise
+    return path
