@@ -26,6 +26,20 @@ class Opts:
     flag: bool = True
 opts = Opts()
 pick = lambda x: x * 3.0
+import functools
+kinds, FACTOR = {}, 2
+class Recipe:
+    def __init__(self, *sizes): self.sizes = sizes
+class Backend:
+    def apply(self, x, sizes, last): return x.reshape(sizes) * last["factor"]
+@functools.lru_cache(256)
+def recipe_of(pattern, *, dims): return Recipe(*map(int, pattern.split()), -1)
+@functools.cache
+def sizes_of(recipe, shape): return [*recipe.sizes], {"factor": FACTOR}
+def arrange(x, pattern):
+    backend = kinds.get(type(x))
+    if backend is None: backend = kinds[type(x)] = Backend()
+    return backend.apply(x, *sizes_of(recipe_of(pattern, dims=x.ndim), x.shape))
 """
 
 MAIN = """
@@ -58,7 +72,7 @@ def make():
     #INNER
     def step(x):
         opt.zero_grad()
-        y = net(x) * settings["factor"] + pick(x).mean() + float(os.environ.get("BIAS", "0"))
+        y = arrange(net(x), "1 2")[0, 0] * settings["factor"] + pick(x).mean() + float(os.environ.get("BIAS", "0"))
         loss = y.square().mean() * TABLE["a"] + TABLE["b"][1] * config.rate + config.width
         if opts.flag: loss = loss * opts.decay
         loss.backward()
@@ -103,6 +117,11 @@ EDITS: dict[str, tuple[str, str, str]] = {
     "flag": (H, "flag: bool = True", "flag: bool = False"),
     "lambda": (H, "x * 3.0", "x * 4.0"),
     "config file": ("settings.json", "1.25", "2.5"),
+    "argument of a cached function": (M, '"1 2"', '"2 1"'),
+    "cached function": (H, "Recipe(*map(int, pattern.split()), -1)", "Recipe(*map(int, pattern.split()[::-1]), -1)"),
+    "what a cached function reads": (H, "kinds, FACTOR = {}, 2", "kinds, FACTOR = {}, 3"),
+    "what a class leads to": (H, "x.reshape(sizes) * last", "x.reshape(sizes) + last"),
+    "no cache": (H, "@functools.cache\n", ""),
     "step body": (M, "loss.backward()", "(loss * 2).backward()"),
     "lr": (M, "lr=0.01", "lr=0.1"),
     "optimizer": (M, "torch.optim.AdamW", "torch.optim.Adam"),
@@ -179,7 +198,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
         "class Meta(type):\n    rate = property(lambda c: 0.9)\nclass Config(metaclass=Meta):",
     ),
     "tied": (M, "#INNER", "net.l.bias = torch.nn.Parameter(net.l.weight.data[0])"),
-    "autocast": (M, "y = net(x)", "with torch.autocast('cpu', torch.bfloat16): y = net(x)"),
+    "autocast": (M, "y = arrange(", "with torch.autocast('cpu', torch.bfloat16): y = arrange("),
     "float32 precision": (M, "#BEFORE", "torch.set_float32_matmul_precision('medium')"),
     "pickle global": (
         H,

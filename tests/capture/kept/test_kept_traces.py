@@ -26,7 +26,6 @@ from torch._inductor.lowering import lowerings
 from millstream.capture import Step
 from millstream.capture.kept import pickling
 from millstream.capture.kept.descriptions import TraceNotKept
-from millstream.capture.kept.traces import Shelf
 from millstream.capture.step import step as steps
 from millstream.errors import FallbackWarning
 from tests.capture.guards.cells import CELLS
@@ -37,24 +36,6 @@ from tests.processes import bring_compiled_code
 
 FEW = 40
 """Each so many cells are in every run; all of them, and all edits, in the slow ones."""
-
-
-@pytest.fixture
-def taken(monkeypatch, tmp_path):
-    """For each time that a trace was looked for in an empty cache, and there was one: whether it was taken."""
-    bring_compiled_code(tmp_path)
-    for name, value in (("WARM_START", "1"), ("TRACES", ""), ("CACHE_DIR", str(tmp_path))):
-        monkeypatch.setenv(f"MILLSTREAM_{name}", value)
-    (tmp_path / "traces").mkdir(mode=0o700)
-    found, take = [], Shelf.take
-
-    def note(self, *given):
-        traced = take(self, *given)
-        found.append(traced is not None)
-        return traced
-
-    monkeypatch.setattr(Shelf, "take", note)
-    return found
 
 
 def train(make, calls=4):

@@ -132,6 +132,7 @@ _PARTS: dict[Any, Callable[[Any], Iterable[Any]]] = {
     (staticmethod, classmethod): lambda wrapper: (wrapper.__func__,),
     property: lambda own: (own.fget, own.fset, own.fdel),
     functools.cached_property: lambda own: (own.func,),
+    functools._lru_cache_wrapper: lambda cache: (cache.__wrapped__,),
     MethodType: lambda method: (method.__self__, method.__func__),
     functools.partial: lambda partial: (partial.func, partial.args),
     weakref.ref: lambda reference: (reference(),),

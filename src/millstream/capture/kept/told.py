@@ -7,15 +7,18 @@ import sys
 from collections import OrderedDict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from threading import get_ident
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-from millstream.capture.kept.descriptions import TraceNotKept
+from millstream.capture.kept.descriptions import TraceNotKept, is_plain
 from millstream.capture.kept.ways import Reader, Ref, WayWriter
 from millstream.capture.lines import is_millstreams, is_users
+from millstream.capture.record.answers import asked_of, content_of_cache
 from millstream.capture.record.paths import PLACES, place_of
-from millstream.capture.record.reads import Kind, Read, find_contents, is_a, len_of
+from millstream.capture.record.reads import MISSING, Kind, Read, find_contents, is_a, len_of
 from millstream.capture.record.recorder import Recorder
+from millstream.capture.state.others import stand_in_for
 from millstream.capture.state.relevant import counts, is_library
 from millstream.capture.state.signature import is_same
 from millstream.capture.trace.request import Request
@@ -94,21 +97,83 @@ Told = tuple[Ref, str, Ref | None, Any, bool, Any, Any]
 def tell(writer: WayWriter, read: Read, record: Recorder, numbers: Container[Any]) -> Told | None:
     """A read as data; ``None`` for one by PyTorch's own code of what is its own, where that cannot be said."""
     is_number = read.kind in PLACES and place_of(read.holder, None if read.kind is Kind.CELL else read.key) in numbers
+    is_for_trace = read.key is stand_in_for(get_ident())
     try:
-        key = None if read.key is None else writer.ref(read.key)
+        key = _TRACED if is_for_trace else None if read.key is None else writer.ref(read.key)
         owner = read.owner if is_a(read.owner, str) else writer.ref(read.owner)
         holder = writer.ref(read.holder)
         if read.kind is Kind.TYPE and holder[0] in ("=", "tuple"):
             return None  # as that says of which class it is
         if holder[0] != "object":
             raise TraceNotKept(f"it reads of {holder}")
+        if is_for_trace:
+            _check_for_trace(read)
+        elif _is_of_answers(read):
+            _check_answers(read)
         value = _ANY if is_number else _value(writer, read)  # the graph is given numbers anew
         is_replaced = read.kind in PLACES and not is_same(read.now(), read.value)
         return holder, read.kind.name, key, value, is_replaced, owner, CodeName.of(read.code)
     except TraceNotKept as reason:
-        if not (is_users(read.code.co_filename) or counts(read, record)):
+        is_answer = _is_of_answers(read) and bool(read.value)
+        if not (is_answer or is_users(read.code.co_filename) or counts(read, record)):
             return None
         raise TraceNotKept(f"{reason} ({read})") from None
+
+
+def _is_of_answers(read: Read) -> bool:
+    return read.kind is Kind.CONTENTS and is_a(read.holder, functools._lru_cache_wrapper)
+
+
+_TRACED = ("class of a traced tensor",)
+"""A key that is another class in each process, and stands there for the class of a tensor."""
+
+
+def _check_for_trace(read: Read) -> None:
+    """Refuse what was found by the class that tensors have while they are traced, as only another trace can leave it.
+
+    Raises:
+        NotKept: There was something.
+    """
+    if read.value is not MISSING or read.now() is not MISSING:
+        raise TraceNotKept("it reads what is kept for the class of a traced tensor")
+
+
+def _check_answers(read: Read) -> None:
+    """Refuse a cache whose answers the step may have made itself, as what it has read of these is not known.
+
+    Raises:
+        NotKept: It may, or its answers are found by what nobody can compare.
+    """
+    if not read.value:
+        raise TraceNotKept("it reads what a cache has answered")
+    misses, *entries = read.value
+    now = content_of_cache(read.holder)
+    before, after = ({(id(key), id(answer)) for key, answer in each} for each in (entries, now[1:]))
+    if now[:1] != (misses,) or before != after:
+        raise TraceNotKept("a cache has got answers while it was traced")
+    if len([*asked_of(read.holder)]) != len(entries):
+        raise TraceNotKept("it reads what a cache has answered")
+    if not all(_is_found_alike(key) for key, _ in entries):
+        raise TraceNotKept("a cache was asked for objects that compare themselves")
+
+
+def _is_found_alike(key: Any) -> bool:
+    """Return whether a dict finds what is the same object, or what is as equal as what is told of it."""
+    if type(key) in (tuple, frozenset):
+        return all(map(_is_found_alike, key))
+    return key == key if is_plain(key) else type(key).__eq__ is object.__eq__  # no NaN does
+
+
+def _answers(table: Reader | WayWriter, cache: Any) -> tuple[tuple[Ref, Ref], ...]:
+    """What was asked of a cache, and the answers."""
+    found = []
+    for asked, answer in asked_of(cache):
+        try:
+            found.append((table.ref(asked), table.ref(answer)))
+        except TraceNotKept:
+            if isinstance(table, WayWriter):
+                raise  # in another process there may be others
+    return tuple(sorted(found, key=repr))
 
 
 def _value(table: Any, read: Read) -> Any:
@@ -119,8 +184,8 @@ def _value(table: Any, read: Read) -> Any:
     if kind is Kind.CODE:
         defaults = holder.__kwdefaults__ or {}
         return table.ref(holder.__defaults__), tuple((name, table.ref(value)) for name, value in defaults.items())
-    if is_a(holder, functools._lru_cache_wrapper):
-        raise TraceNotKept("it reads what a cache has answered")
+    if _is_of_answers(read):
+        return _answers(table, holder)
     if kind is Kind.CONTENTS:
         now = next((found[3] for found in find_contents(holder)), ())
         order = (*OrderedDict.keys(holder),) if is_a(holder, OrderedDict) else ()  # which is not that of the dict in it
@@ -159,16 +224,21 @@ def find_read(reader: Reader, make: type[_Record], told: Told) -> _Record:
     read = make(
         held,
         Kind[kind],
-        None if key is None else reader.value_of(key),
+        stand_in_for(get_ident()) if key == _TRACED else None if key is None else reader.value_of(key),
         None,
         owner if is_a(owner, str) else reader.value_of(owner),
         code,
         0,
     )
-    if (now := _value(reader, read)) != value and _ANY not in (now, value):
+    now = _value(reader, read)
+    if _is_of_answers(read):
+        now = tuple(each for each in now if each in value)
+    if now != value and _ANY not in (now, value):
         are_plain = type(now) is type(value) is tuple and now[:1] == value[:1] == ("=",)
         raise TraceNotKept(f"{read} is {now[-1]}, was {value[-1]}" if are_plain else f"{read} is another than it was")
-    if read.kind is Kind.CONTENTS:
+    if _is_of_answers(read):
+        read.value = content_of_cache(held)
+    elif read.kind is Kind.CONTENTS:
         read.value = next((found[3] for found in find_contents(held)), ())
     elif read.kind in PLACES:
         read.value = _REPLACED if is_replaced else read.now()

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from millstream.capture.guards.breaks import original_of
 from millstream.capture.kept.descriptions import NAMED, TraceNotKept, describe, digest_of, is_plain
+from millstream.capture.record.answers import asked_of
 from millstream.capture.record.fleeting import of_native, of_order
 from millstream.capture.record.location import MISSING as NOTHING
 from millstream.capture.record.paths import is_namespace
@@ -172,6 +173,9 @@ class WayWriter(_Table):
         self._number: dict[int, int] = {}  # by id
         self._ways: dict[int, tuple[Any, Step]] = {}  # by id: the object before, and what of it
         self._found: list[Any] = []  # in the order of their ways; held, so that ids stay unique
+        self._asked = {
+            id(each.holder) for each in reads if is_a(each.holder, _CACHE) and each.kind is Kind.CONTENTS and each.value
+        }
         by_holder: dict[int, list[Read]] = {}
         for read in reads:
             by_holder.setdefault(id(read.holder), []).append(read)
@@ -215,6 +219,8 @@ class WayWriter(_Table):
             way = PART, self.number_of(before), what, *(map(self.ref, which) if what in _KEYED else which)
             if (known := self._number.get(id(value))) is not None:  # as it is part of how that one is described
                 return known
+        if is_a(value, _CACHE) and id(value) not in self._asked:  # C may ask it, and nobody sees that
+            raise TraceNotKept("it reads a cache that it does not ask by itself")
         self._found.append(value)
         self._number[id(value)] = number = len(self.entries)
         self.entries.append((way, None))
@@ -267,6 +273,8 @@ class Reader(_Table):
             return start.find(way)
         _, number, what, *which = way
         holder = self.objects[number]
+        if what == "answer":
+            return self._find_answer(holder, *which)
         try:
             found = _FIND[what](holder, *(map(self.value_of, which) if what in _KEYED else which))
         except (LookupError, AttributeError, ValueError, TypeError) as error:
@@ -274,6 +282,13 @@ class Reader(_Table):
         if found is MISSING:
             raise TraceNotKept(f"{_told(holder)} has no {what} {which}")
         return found
+
+    def _find_answer(self, cache: Any, told: Ref) -> Any:
+        for asked, answer in asked_of(cache):
+            with suppress(TraceNotKept):  # of others, which need not be told
+                if self.ref(asked) == told:
+                    return answer
+        raise TraceNotKept(f"the cache of {cache.__name__} has no answer for {told}")
 
     def number_of(self, value: Any) -> int:
         """The number of an object; -1 where it is another than those of the table."""
@@ -293,9 +308,10 @@ class Reader(_Table):
         raise TraceNotKept(f"a key is {ref}")
 
 
+_CACHE = functools._lru_cache_wrapper
 _KEYS = ("builtins.str", "builtins.int", "builtins.bool", "builtins.bytes", "builtins.NoneType")
 """Classes of plain keys."""
-_KEYED = frozenset({"item", "slot", "attribute"})
+_KEYED = frozenset({"item", "slot", "attribute", "answer"})
 """What of an object is found by a key."""
 
 
@@ -343,7 +359,9 @@ def _parts(value: Any, reads: Iterable[Read]) -> Iterator[tuple[Step, Any]]:
 
 
 def _items_of(value: Any) -> Iterator[tuple[Step, Any]]:
-    if is_a(value, dict):
+    if is_a(value, _CACHE):
+        yield from ((("answer", asked), answer) for asked, answer in asked_of(value))
+    elif is_a(value, dict):
         for number, (key, item) in enumerate(dict.items(value)):
             yield ("nth key", number), key
             yield ("nth item", number), item

@@ -56,6 +56,7 @@ _OF_PROCESS = frozenset(
     | {f"builtins.{kind}.__dir__" for kind in ("object", "type", "module")}
     | {f"builtins.BaseException.{name}" for name in "__cause__ __context__ __traceback__ __suppress_context__".split()}
     | {f"builtins.function.{name}" for name in ("__builtins__", "__type_params__")}
+    | {f"functools._lru_cache_wrapper.{name}" for name in ("cache_info", "cache_clear")}
     | {"builtins.type.__subclasses__", "builtins.type.mro", "builtins.frame", "builtins.code.co_filename"}
     | {f"torch._C.{name}" for name in "TensorBase.data_ptr _cuda_memoryStats _cuda_getMemoryInfo".split()}
 )

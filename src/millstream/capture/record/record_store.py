@@ -14,6 +14,7 @@ from torch import SymFloat, SymInt, nn
 
 from millstream.capture.lines import is_users_own
 from millstream.capture.record import fleeting
+from millstream.capture.record.answers import content_of_cache
 from millstream.capture.record.location import (
     Attributes,
     ClassAttributes,
@@ -34,6 +35,8 @@ from millstream.capture.record.reads import (
     own_dict,
 )
 
+MOST_ANSWERS = 256
+"""Of one cache: another process compares each with each."""
 PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), CodeType)
 
 
@@ -238,6 +241,8 @@ class Records:
             if place in self._reads or is_a(holder, PLAIN):
                 continue
             if not (place in self._writes or place in self._touched or id(holder) in self._filled):
+                if is_a(holder, functools._lru_cache_wrapper) and kind is Kind.CONTENTS:
+                    value = self._content_of_cache(holder)
                 self._reads[place] = read = Read(holder, kind, key, value, owner, *self._at)
                 held = value if kind is Kind.CONTENTS else (holder, value)
                 for each in held:
@@ -246,6 +251,12 @@ class Records:
                     self._expose(read)
                 if self.watch is not None and any(map(issubclass, map(type, held), repeat(self._wanted))):
                     self._tell(self.watch.meets, read)
+
+    def _content_of_cache(self, cache: Any) -> tuple[Any, ...]:
+        """The same, unless that is much, or the step has made an answer, of which no read is kept."""
+        content = content_of_cache(cache)
+        answers = [answer for _, answer in content[1:] if gc.is_tracked(answer)]
+        return () if len(content) > MOST_ANSWERS or any(map(self.is_new, answers)) else content
 
     def _add_origin(self, value: Any, read: Read) -> None:
         self._origins.setdefault(id(value), read)
