@@ -128,6 +128,30 @@ def test_the_other_process_ends_with_its_step(monkeypatch, tmp_path):
     assert len(step.graphs) == 1
 
 
+def test_what_parts_between_eager_regions_wait_for_is_told(monkeypatch, tmp_path):
+    tmp_path.joinpath("waits_for_its_parent.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(elsewhere, "MODULE", "waits_for_its_parent")
+    weight, seen = torch.ones(3, requires_grad=True), []
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    @ms.step(tune="background", strict=True)
+    def step(x):
+        (weight * x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with ms.eager_region():
+            seen.append(len(seen))
+        return weight * 2
+
+    for _ in range(3):
+        step(torch.ones(3))
+    assert seen == [0, 1, 2]
+    assert "another process has been compiling" in str(ms.explain(step))
+    step.reset()
+    assert not step.jobs
+
+
 @pytest.mark.parametrize(
     ("operators", "device", "cores", "free", "expected"),
     [

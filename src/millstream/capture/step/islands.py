@@ -32,6 +32,7 @@ from millstream._torch.tracing import next_sequence_number
 from millstream.capture.effects.effect_recorder import recorder_of_thread
 from millstream.capture.lines import here, raise_refusal
 from millstream.capture.step.calls import StepCall
+from millstream.capture.step.elsewhere import Job
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.split import UNBOUND, FunctionPart, split_function
 from millstream.capture.step.step import Fallback, P, R, Step
@@ -177,6 +178,11 @@ class IslandStep(Step[P, R]):
     def history(self) -> list[str]:
         """Of all parts, in order."""
         return [line for _, run in self._parts if isinstance(run, Step) for line in run.history]
+
+    @property
+    def jobs(self) -> list[Job]:
+        """What any part waits for."""
+        return [*dict.fromkeys(job for _, run in self._parts if isinstance(run, Step) for job in run.jobs)]
 
     @property
     def regions(self) -> list[tuple[int, int]]:

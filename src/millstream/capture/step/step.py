@@ -230,14 +230,16 @@ class Step(Generic[P, R]):
         return ()
 
     @property
+    def jobs(self) -> list[Job]:
+        """Other processes that calls wait for as plain Python."""
+        return [job for job in dict.fromkeys(self._jobs.values()) if not job.is_over]
+
+    @property
     def fallbacks(self) -> list[str]:
         """Why anything runs eagerly, for people."""
-        waiting = {id(job): job for job in self._jobs.values() if not job.is_over}
         now = time.monotonic()
         until = "until it is done calls run as plain Python"
-        compiled = [
-            f"for {now - job.since:.0f} s another process has been compiling; {until}" for job in waiting.values()
-        ]
+        compiled = [f"for {now - job.since:.0f} s another process has been compiling; {until}" for job in self.jobs]
         return [*compiled, *(str(refusal.error) for refusal in self.refusals)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step[P, R]:
@@ -336,6 +338,7 @@ class Step(Generic[P, R]):
             pass
         except NotYet as later:
             self._jobs[call.key] = later.job
+            install_later()  # what such calls take is mostly their key
             done = functools.partial(self._run_call_plainly, call)
         except StateMissing as missing:
             if self._num_unready == MAX_UNREADY or self._has_missed(call, missing):
@@ -807,7 +810,7 @@ class Step(Generic[P, R]):
 
     def _refuse_alike(self, call: StepCall, error: CaptureError) -> bool:
         """Refuse calls like this from now on; whether that is all calls."""
-        install_later()  # what such calls take is mostly their key
+        install_later()
         return self._refused.add(call.key, error, [graph.form.key for graph in self._cache])
 
     def _note_refusal(self, call: StepCall, error: CaptureError) -> None:
