@@ -120,12 +120,14 @@ def test_the_other_process_ends_with_its_step(monkeypatch, tmp_path):
     assert not job.is_over
     process = job._process
     del job
-    step.reset()
-    gc.collect()
-    assert process.poll() is not None
     ms.precompile(step, *batch())  # asks for a graph now
     calls(step, eager, 1)
     assert len(step.graphs) == 1
+    assert len(step.jobs) == 1  # for which calls of the other form still wait
+    step.reset()
+    gc.collect()
+    assert process.poll() is not None
+    assert not step.fallbacks
 
 
 def test_what_parts_between_eager_regions_wait_for_is_told(monkeypatch, tmp_path):

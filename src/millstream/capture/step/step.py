@@ -639,6 +639,7 @@ class Step(Generic[P, R]):
         counts.settle()
         _learn_arguments(graph, call)
         self._cache.keep(graph)
+        self._jobs.pop(call.key, None)  # as by precompile, which waits for none
         if present() is not settings_of(call.key):  # another thread has set one: it may hold for both, in parts
             self._cache.drop(graph)
             self._state.forget(self._cache)
