@@ -142,6 +142,7 @@ def interrupted(trainer, rows, after_s):
         pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        torch.set_grad_enabled(True)  # one interrupt of 300 leaves it off, as it comes when PyTorch enters no_grad
     for optimizer in trainer.optimizers:
         optimizer.zero_grad()
     trainer.load(1, trainer.state(0))
