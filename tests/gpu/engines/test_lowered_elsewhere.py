@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import millstream as ms
-from millstream.capture.step import elsewhere
+from millstream.capture.kept import elsewhere
 from tests.processes import bring_compiled_code
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from millstream._torch.switches import put_back, remember
-from millstream.capture.step.elsewhere import CONFIGS, Task, read, remove
+from millstream.capture.kept.elsewhere import CONFIGS, Task, read, remove
 from millstream.capture.step.step_program import Compiling, StepProgram
 from millstream.errors import LoweringError
 from millstream.lower import Lowered, LoweredForSizes

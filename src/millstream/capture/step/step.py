@@ -39,7 +39,7 @@ from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.signature import has_same, key_of, key_of_tensors, settings_of
 from millstream.capture.step.bind import StepState
 from millstream.capture.step.calls import Calls, StepCall, specs_of, split_leaves
-from millstream.capture.step.elsewhere import Job, at_once
+from millstream.capture.kept.elsewhere import Job, at_once
 from millstream.capture.step.first_run import build_and_run
 from millstream.capture.step.graph import Build, GraphCache, StepGraph
 from millstream.capture.step.plain_results import OwnTensors, detached

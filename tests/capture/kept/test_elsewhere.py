@@ -13,7 +13,7 @@ from torch import nn
 
 import millstream as ms
 from millstream.capture.kept.graph_data import Fakes
-from millstream.capture.step import elsewhere
+from millstream.capture.kept import elsewhere
 from tests.processes import bring_compiled_code
 
 PATIENCE_S = 300
@@ -118,6 +118,9 @@ def test_the_other_process_ends_with_its_step(monkeypatch, tmp_path):
     calls(step, eager, 2, rows=5)  # which waits for the first to end
     assert [*step._jobs.values()] == [job, job]
     assert not job.is_over
+    with monkeypatch.context() as late:
+        late.setattr(elsewhere, "LIMIT_S", 0.0)
+        assert job.is_over
     process = job._process
     del job
     ms.precompile(step, *batch())  # asks for a graph now

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import millstream as ms
-from millstream.capture.step import elsewhere
+from millstream.capture.kept import elsewhere
 from millstream.lower.kept.program_files import ProgramFile
 from tests.processes import bring_compiled_code
 

@@ -49,6 +49,7 @@ LARGE = 1000
 """Operators of a graph that takes half a minute or more to be lowered for a GPU: ResNet-50's, 60 s, has 1,131."""
 LEAST_CORES = 4  # else the other process would take what the loop needs
 LEAST_FREE_BYTES = 2 << 30  # of the GPU: for the context of another process, with something left
+LIMIT_S = 1800.0  # of a job; what takes longer is lowered by the call
 
 _here = threading.local()
 
@@ -75,8 +76,13 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended; to a forked child, for which it would not be there any more, it has."""
-        return os.getpid() != self._pid or self._process.poll() is not None
+        """Whether it has ended, or takes so long that something must hold it up.
+
+        To a forked child, for which it would not be there any more, it has.
+        """
+        if os.getpid() != self._pid or self._process.poll() is not None:
+            return True
+        return time.monotonic() - self.since > LIMIT_S
 
     def stop(self) -> None:
         """End it, unless it has ended, and log what it failed for."""
