@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import torch
 
 from millstream.api.compiling import improving, new_builder
-from millstream.capture.model import Runnable
 from millstream.capture.kept.elsewhere import Lowering, takes_long
+from millstream.capture.model import Runnable
 from millstream.capture.step.islands import step_of
 from millstream.capture.step.step import P, R, Step
 from millstream.capture.step.step_program import Compiling, StepProgram

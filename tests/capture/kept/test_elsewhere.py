@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import millstream as ms
-from millstream.capture.kept.graph_data import Fakes
 from millstream.capture.kept import elsewhere
+from millstream.capture.kept.graph_data import Fakes
 from tests.processes import bring_compiled_code
 
 PATIENCE_S = 300

@@ -30,9 +30,9 @@ from millstream._torch.hooks import hook_leaf
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number
 from millstream.capture.effects.effect_recorder import recorder_of_thread
+from millstream.capture.kept.elsewhere import Job
 from millstream.capture.lines import here, raise_refusal
 from millstream.capture.step.calls import StepCall
-from millstream.capture.kept.elsewhere import Job
 from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.split import UNBOUND, FunctionPart, split_function
 from millstream.capture.step.step import Fallback, P, R, Step

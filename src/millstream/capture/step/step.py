@@ -32,6 +32,7 @@ from millstream._torch.switches import present
 from millstream.capture.effects.drawn import undrawn
 from millstream.capture.effects.effect_recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
+from millstream.capture.kept.elsewhere import Job, at_once
 from millstream.capture.kept.traces import Shelf, open_shelf
 from millstream.capture.lines import COMES_TO, claim, in_library, library_in
 from millstream.capture.record.location import Location
@@ -39,7 +40,6 @@ from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.signature import has_same, key_of, key_of_tensors, settings_of
 from millstream.capture.step.bind import StepState
 from millstream.capture.step.calls import Calls, StepCall, specs_of, split_leaves
-from millstream.capture.kept.elsewhere import Job, at_once
 from millstream.capture.step.first_run import build_and_run
 from millstream.capture.step.graph import Build, GraphCache, StepGraph
 from millstream.capture.step.plain_results import OwnTensors, detached
