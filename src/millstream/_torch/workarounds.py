@@ -94,6 +94,7 @@ PARTS: Mapping[str, str] = {
     "pacing": "parameters are gathered as soon as they can be, and not when they are needed",
     "joint-branches": "kernels of branches of a graph are not fused, so that branches can be on several devices",
     "branches": "steps do not take both ways of a branch on a tensor's value",
+    "flags": "steps do not hold for one outcome of a branch on what the state keeps",
 }
 """What else is not needed, and can be switched off: what happens without, by the name in ``MILLSTREAM_WITHOUT``."""
 

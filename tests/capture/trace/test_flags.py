@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from millstream._torch.workarounds import without
 from millstream.capture import Step
 from millstream.capture.trace.flags import StateFlag
 from tests.capture.worlds import assert_same, interpret
@@ -160,3 +161,16 @@ def test_another_tensor_in_the_place_of_a_flag_is_noticed():
     for outcome in (True, True, False, True):
         model.flag = torch.tensor(outcome)
         assert_same(step(x), x * 2 if outcome else x + 1)
+
+
+def test_branches_on_flags_can_be_taken_as_all_others_are():
+    model = nn.Module()
+    model.flag = torch.tensor(True)
+    step = captured(lambda x: x * 2 if model.flag else x + 1)
+    x = torch.ones(2)
+    with without(["flags"]):
+        for outcome in (True, True, False, True):
+            model.flag.fill_(outcome)
+            assert_same(step(x), x * 2 if outcome else x + 1)
+    (graph,) = step.graphs  # for both ways
+    assert graph.num_runs == 4

@@ -35,14 +35,14 @@ from torch._inductor import config as inductor_config
 from millstream._torch.switches import remember
 from millstream.cache import cache_folder, is_private
 from millstream.capture.kept.descriptions import TraceNotKept
-from millstream.capture.kept.graph_data import Fakes, decode_graph, encode_graph
+from millstream.capture.kept.graph_data import Fakes, decode_graph, describe_tensor, encode_graph
 from millstream.capture.kept.pickling import PlainPickler
 from millstream.capture.trace.request import NotYet
+from millstream.locks import ForkSafeLock
 from millstream.lower.kept.program_files import ProgramFile
 
 LOGGER = logging.getLogger("millstream")
 MODULE = "millstream.capture.step.lowering_worker"
-MILLSTREAM = str(sys.modules["millstream"].__file__)
 CONFIGS = {"inductor": inductor_config, "functorch": functorch_config}
 
 LARGE = 1000
@@ -103,7 +103,7 @@ def _start(path: Path, pid: int) -> subprocess.Popen[bytes]:
 
 def _environment() -> dict[str, str]:
     """The variables of this process, with the folders that this package and PyTorch come from."""
-    folders = (str(path.parent.parent) for path in (Path(MILLSTREAM), Path(str(torch.__file__))))
+    folders = map(str, (Path(__file__).parents[3], Path(str(torch.__file__)).parents[1]))
     path = [*dict.fromkeys(folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -204,11 +204,11 @@ class Lowering:
             raise NotYet(job)
 
 
-class _Jobs:
-    """The jobs of this process."""
+class _Jobs(ForkSafeLock):
+    """The jobs of this process; to a forked child they are over."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        super().__init__()
         self.tried: set[str] = set()  # digests
         self.latest: weakref.ref[Job] | None = None
 
@@ -218,15 +218,6 @@ class _Jobs:
 
 
 _jobs = _Jobs()
-
-
-def _after_fork() -> None:
-    _jobs.lock = threading.Lock()
-    _jobs.latest = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 # --- the description of a graph ---------------------------------------------------------------------------------------
@@ -268,14 +259,9 @@ def _describe(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, Any]:
     same: dict[int, int] = {}
     described = []
     for value in inputs:
-        is_plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
-        if not is_plain or value.is_conj() or value.is_neg():
-            raise TraceNotKept(f"an input is a {type(value).__name__} that is no plain tensor")
-        storage = value.untyped_storage()
-        place = memory.setdefault(storage._cdata, len(memory)), storage.nbytes()
-        shape, stride = tuple(value.shape), value.stride()
-        spec = value.dtype, value.device, shape, stride, value.storage_offset(), value.requires_grad
-        described.append((same.setdefault(id(value), len(same)), place, spec))
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            raise TraceNotKept(f"an input is a {type(value).__name__}")
+        described.append((same.setdefault(id(value), len(same)), *describe_tensor(value, memory)))
     return {"graph": encode_graph(gm), "inputs": described}
 
 

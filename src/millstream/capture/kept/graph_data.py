@@ -136,16 +136,36 @@ def _encode_value(value: Any, memory: dict[int, int]) -> Any:
         return ("list" if isinstance(value, list) else "tuple", [_encode_value(each, memory) for each in value])
     if not isinstance(value, Tensor):
         return _encode(value)
-    is_strided = isinstance(value, FakeTensor) and value.layout is torch.strided
-    if not is_strided or value.is_conj() or value.is_neg():
+    if not isinstance(value, FakeTensor):
+        raise TraceNotKept("a value is no plain tensor")
+    return ("tensor", describe_tensor(value, memory))
+
+
+def describe_tensor(value: Tensor, memory: dict[int, int]) -> tuple[tuple[int, int], tuple[Any, ...]]:
+    """Describe a tensor but for its values, as ``Fakes.make`` takes that.
+
+    Args:
+        value: The tensor.
+        memory: The numbers of memory that was met before, to which its own is added.
+
+    Raises:
+        TraceNotKept: It is not strided, or a size is a symbol.
+    """
+    if value.layout is not torch.strided or value.is_conj() or value.is_neg():
         raise TraceNotKept("a value is no plain tensor")
     storage = value.untyped_storage()
     sizes = [*value.shape, *value.stride(), value.storage_offset(), storage.nbytes()]
     if not all(type(size) is int for size in sizes):
         raise TraceNotKept("a size is a symbol")
     place = memory.setdefault(storage._cdata, len(memory)), storage.nbytes()
-    spec = value.dtype, value.device, tuple(value.shape), value.stride(), value.storage_offset(), value.requires_grad
-    return ("tensor", (place, spec))
+    return place, (
+        value.dtype,
+        value.device,
+        tuple(value.shape),
+        value.stride(),
+        value.storage_offset(),
+        value.requires_grad,
+    )
 
 
 def _decode_value(value: Any, fakes: Fakes) -> Any:

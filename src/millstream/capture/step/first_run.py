@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,31 +32,26 @@ def build_and_run(
     random_state = RandomState()
     for draw in graph.questions.draws:
         random_state.add("a random generator", draw.generator)
+    # On the host, so that a large model does not need its state twice on the device.
+    backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
     arguments = graph.complete(call.arguments)
-    backups: list[tuple[Tensor, Tensor]] = []
-    gradients = [tensor.grad for tensor, _ in graph.left]
+    argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
 
-    def back_up() -> None:
-        """Keep what may be written, once: not before it is built, which may be put off."""
-        if not backups:
-            # On the host, so that a large model does not need its state twice on the device.
-            states = ((each, each.clone() if each.is_cpu else each.cpu()) for each in graph.written)
-            backups.extend([*states, *((each, each.detach().clone()) for each in arguments if graph.writes_arguments)])
+    gradients = [tensor.grad for tensor, _ in graph.left]
 
     def restore() -> None:
         for (tensor, _), gradient in zip(graph.left, gradients, strict=True):
             tensor.grad = gradient
         with torch.no_grad():
-            for tensor, backup in backups:
+            for tensor, backup in zip(graph.written, backups, strict=True):
+                tensor.copy_(backup)
+            for tensor, backup in zip(arguments, argument_backups, strict=False):
                 tensor.copy_(backup)
         random_state.restore()
 
     try:
-        # What a handler raises is no failure of the graph.
-        with signals_wait(interrupts_wait=False), _told_as_failure(graph, arguments, back_up):
-            _build(build, graph, arguments)
-            back_up()
-            results = _run(call, graph, arguments, is_trial=is_trial)
+        with signals_wait(interrupts_wait=False):  # what a handler raises is no failure of the graph
+            results = _run(build, call, graph, arguments, is_trial=is_trial)
     except BaseException:
         restore()
         raise
@@ -68,36 +61,26 @@ def build_and_run(
     return arguments, results
 
 
-def _build(build: Build, graph: StepGraph, arguments: list[Tensor]) -> None:
-    """Build the graph; nothing of the user's is written."""
-    graph.fill_slots()
-    with torch.no_grad():
-        graph.executable = build(graph.gm, graph.examples(arguments), frozenset(range(len(graph.static))))
-        graph.tell_hyperparameters()
-
-
-def _run(call: StepCall, graph: StepGraph, arguments: list[Tensor], *, is_trial: bool) -> list[Tensor]:
-    if graph.sizes is not None:
-        graph.sizes.settle(call.arguments)
-    phase("first run")
-    results = graph.replay(arguments)
-    if is_trial:
-        graph.replay(arguments)  # in its second run a plan is chosen
-    return results
-
-
-@contextmanager
-def _told_as_failure(graph: StepGraph, arguments: list[Tensor], back_up: Callable[[], None]) -> Iterator[None]:
-    """Say what has failed, in the user's words where it is the user's, which running its operators tells."""
+def _run(build: Build, call: StepCall, graph: StepGraph, arguments: list[Tensor], *, is_trial: bool) -> list[Tensor]:
+    """Build the graph and run it."""
     num_exchanges = PROGRESS.num_started
     try:
-        yield
+        graph.fill_slots()
+        with torch.no_grad():
+            graph.executable = build(graph.gm, graph.examples(arguments), frozenset(range(len(graph.static))))
+            graph.tell_hyperparameters()
+        if graph.sizes is not None:
+            graph.sizes.settle(call.arguments)
+        phase("first run")
+        results = graph.replay(arguments)
+        if is_trial:
+            graph.replay(arguments)  # in its second run a plan is chosen
+        return results
     except Exception as error:
         if PROGRESS.num_started > num_exchanges:  # which others have taken part in: no plain run may repeat them
             raise
         if isinstance(error, (ArgumentError, CaptureError, DataParallelError, NoGraph, NoSymbols)):
             raise  # it is the user who is asked, or it says by itself what it is
-        back_up()
         if (own := find_failure(graph.gm, graph.inputs(arguments))) is not None:
             raise own from own.__cause__
         what = str(error).splitlines()[0] if isinstance(error, MillstreamError) else told(error)

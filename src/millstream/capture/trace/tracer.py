@@ -309,7 +309,7 @@ class _Tracer:
 
     def _choose(self, value: Tensor) -> bool | None:
         """The outcome of a branch with which the trace goes on; ``None`` where it cannot."""
-        outcome = self.flags.outcome(value)
+        outcome = None if is_off("flags") else self.flags.outcome(value)
         return self.ways.take(value) if outcome is None else outcome
 
     def _settle_flags(self, traced: Traced) -> list[StateFlag]:
