@@ -4,7 +4,7 @@ The engine for one device runs until it has settled, is a candidate ever after, 
 otherwise: the state is the user's, on their device, so that both meet the same.
 
 **Contract**
-- Results have the bits that one device gives.
+- Results have the bits that one device gives, where it gives the same ones each time.
 - Unless an engine was asked for, placement is kept only where it was measured to be faster than one device.
 """
 
