@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from millstream.schedule import HAND_STREAMS, Scheduling, Tune
 
 #: Names that ``engine=`` and ``MILLSTREAM_ENGINE`` accept.
 ENGINES = ("serial", "streams", "graph", "threads")
+_AS_IN = "as in ['cuda:0', 'cuda:1']"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Settings:
         options: Of TorchInductor.
         freeze: Fold parameters in as constants.
         dynamic: Whether sizes are symbolic: those that change, all, or none.
-        devices: Names of those that kernels may be placed on, the user's first; empty for that alone.
+        devices: Names of those that kernels may be placed on, the user's first; empty for that, whichever it is.
 
     Raises:
         ArgumentError: One of them has no meaning; the message lists the choices.
@@ -63,21 +65,28 @@ class Settings:
             check_options(self.options)
         if self.devices:
             self._check_devices()
+        if self.has_several_devices:
             # A frozen dataclass: branches that are fused into one kernel are on one device.
             object.__setattr__(self, "options", {"joint_branches": False, **(self.options or {})})
 
+    @property
+    def has_several_devices(self) -> bool:
+        """Whether there is something to place."""
+        return len(self.devices) > 1
+
     def _check_devices(self) -> None:
-        told, names = f"devices={list(self.devices)}", [name.partition(":")[0] for name in self.devices]
-        if not all(re.fullmatch(r"(cpu|cuda):\d+", name) for name in self.devices) or (
-            len({*self.devices}) < len(self.devices)
-        ):
-            raise ArgumentError(f"{told}: give different ones, as in ['cuda:0', 'cuda:1'].")
-        if len({*names}) > 1:
+        told = f"devices={list(self.devices)}"
+        if twice := next((name for name in self.devices if self.devices.count(name) > 1), None):
+            raise ArgumentError(f"{told} has {twice} twice; give each device once.")
+        kinds = {name.partition(":")[0] for name in self.devices}
+        if len(kinds) > 1:
             raise ArgumentError(f"{told}: kernels are compiled for one kind of device; give CUDA devices or CPUs.")
-        if names[0] == "cuda" and self.engine in ("serial", "threads"):
+        if kinds == {"cpu"} and self.engine in ("streams", "graph"):
+            raise ArgumentError(f"engine={self.engine!r} is for CUDA devices, and {told} names CPUs; leave out either.")
+        if not self.has_several_devices:
+            return
+        if kinds == {"cuda"} and self.engine in ("serial", "threads"):
             raise ArgumentError(f"engine={self.engine!r} knows one CUDA device; leave out devices= or engine=.")
-        if names[0] == "cpu" and self.engine in ("streams", "graph"):
-            raise ArgumentError(f"engine={self.engine!r} is for CUDA devices, and devices= names CPUs; leave it out.")
         if self.scheduling.policy is not None:
             raise ArgumentError(f"policy={self.scheduling.policy!r} is for one device; leave it out with devices=.")
 
@@ -98,9 +107,7 @@ class Settings:
             ArgumentError: One of them has no meaning.
         """
         tune = os.environ.get("MILLSTREAM_TUNE") or tune  # type: ignore[assignment]
-        others["devices"] = tuple(map(str, others.get("devices") or ()))
-        if len(others["devices"]) == 1:
-            others["devices"] = ()  # the user's
+        others["devices"] = _names_of(others.get("devices"))
         if streams == "manual":
             if policy not in (None, "manual"):
                 raise ArgumentError(f"streams='manual' says which streams; policy={policy!r} has nothing to decide.")
@@ -109,3 +116,31 @@ class Settings:
             raise ArgumentError(f"streams={streams!r} is no number of streams; give 1 or more, 'auto' or 'manual'.")
         number: Any = None if streams == "auto" else streams
         return cls(scheduling=Scheduling(number, policy, memory, tune), **others)
+
+
+def _names_of(devices: Any) -> tuple[str, ...]:
+    """The names of devices, however they are given.
+
+    Raises:
+        ArgumentError: They have no order, or one of them is no device that could have kernels.
+    """
+    if devices is None:
+        return ()
+    told = f"devices={devices!r}"
+    if isinstance(devices, (set, frozenset)):
+        raise ArgumentError(f"{told} has no order, and the first is where your tensors are; give a list, {_AS_IN}.")
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise ArgumentError(f"{told} is no list of devices; give one, {_AS_IN}.")
+    entries = list(devices)
+    return tuple(_name_of(entry, entries) for entry in entries)
+
+
+def _name_of(device: Any, among: list[Any]) -> str:
+    """The name of one of ``among``; a number is that of a CUDA device, as PyTorch has it."""
+    name = f"cuda:{device}" if isinstance(device, int) and not isinstance(device, bool) else str(device)
+    if name in ("cpu", "cuda"):
+        raise ArgumentError(f"devices={among}: {name!r} is several; say which, {_AS_IN}.")
+    found = re.fullmatch(r"(cpu|cuda):(\d+)", name)
+    if found is None:
+        raise ArgumentError(f"devices={among}: {device!r} is no device to put kernels on; name them {_AS_IN}.")
+    return f"{found[1]}:{int(found[2])}"

@@ -226,9 +226,17 @@ def test_what_is_not_built_is_refused():
         ({"devices": ["cuda:0", "cuda:99"]}, "There is no cuda:"),
         ({"devices": ["cuda:0", "cuda:1"], "engine": "serial"}, "knows one CUDA device"),
         ({"devices": ["cuda:0", "cpu:1"]}, "compiled for one kind"),
-        ({"devices": ["cuda:0", "cuda:0"]}, "give different ones"),
-        ({"devices": ["cpu:0", "cpu:0"]}, "give different ones"),
-        ({"devices": ["cpu", "gpu"]}, "give different ones"),
+        ({"devices": ["cuda:0", torch.device("cuda:0")]}, "has cuda:0 twice; give each device once"),
+        ({"devices": ["cpu:1", "cpu:01"]}, "has cpu:1 twice"),
+        ({"devices": ["cpu:0", "gpu"]}, "'gpu' is no device to put kernels on; name them as in"),
+        ({"devices": ["meta"]}, "'meta' is no device to put kernels on"),
+        ({"devices": [torch.device("cuda"), "cuda:1"]}, "'cuda' is several; say which"),
+        ({"devices": [True]}, "True is no device"),
+        ({"devices": [99]}, "There is no cuda:99 here"),
+        ({"devices": "cpu:0"}, "devices='cpu:0' is no list of devices; give one, as in"),
+        ({"devices": torch.device("cpu:0")}, "is no list of devices"),
+        ({"devices": {"cpu:0", "cpu:1"}}, "has no order, and the first is where your tensors are"),
+        ({"devices": 1.5}, "is no list of devices"),
         ({"devices": DEVICES, "engine": "graph"}, "is for CUDA devices"),
         ({"devices": DEVICES, "streams": "manual"}, "is for one device"),
     ):
@@ -236,6 +244,23 @@ def test_what_is_not_built_is_refused():
             ms.compile(Branches(), **settings)
     with pytest.raises(ArgumentError, match="a process for each device"):
         ms.step(lambda x: x, devices=DEVICES, data_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("devices", "kept"),
+    [
+        ((f"cpu:{number}" for number in range(2)), DEVICES),
+        ([torch.device("cpu:1"), torch.device("cpu:0")], DEVICES),
+        (["cpu:3"], ["cpu"]),
+        ([], ["cpu"]),
+    ],
+)
+@torch.no_grad()
+def test_devices_are_any_list(devices, kept):
+    model, x = Branches(), torch.randn(8, 64)
+    compiled = ms.compile(model, engine="serial", devices=devices, strict=True)
+    networks.assert_close(compiled(x), model(x))
+    assert devices_of(compiled) == [kept]
 
 
 def test_step_that_exchanges_gradients_runs_as_plain_python():

@@ -259,7 +259,7 @@ def improving(lowered: Lowered, settings: Settings, make: Callable[[Lowered], En
         scheduling = replace(settings.scheduling, streams=settings.scheduling.streams or usual.num_streams)
         return build(variant, replace(settings, scheduling=scheduling))
 
-    if lowered.variants is None or settings.devices:
+    if lowered.variants is None or settings.has_several_devices:
         return make(replace(lowered, variants=None))
     return Improving(lowered, make, make_variant, settings.scheduling.tune)
 

@@ -139,7 +139,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         devices=devices,
     )
     check_devices(settings.devices)
-    if settings.devices and data_parallel is not False:
+    if settings.has_several_devices and data_parallel is not False:
         raise ArgumentError("data_parallel= has a process for each device; leave out devices=.")
     shares = {"shard_optimizer": shard_optimizer, "shard_parameters": shard_parameters}
     _check_processes(data_parallel, shares)
@@ -181,7 +181,7 @@ def _step(settings: Settings, how: dict[str, Any], fn: Callable[..., Any]) -> St
             return improving(lowered, settings, lambda lowered: build_engine(lowered, settings, warn=warn))
 
         def join(*args: Any, **kwargs: Any) -> AgreedEngine:
-            if settings.devices:
+            if settings.has_several_devices:
                 raise CaptureError("devices= are of one process, and the step exchanges gradients with others")
             return AgreedEngine(*args, settings=settings, **kwargs)
 

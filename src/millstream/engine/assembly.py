@@ -132,6 +132,8 @@ def _build_placed(
         alone.notes.append(f"{graph.name} runs on one device: {obstacle}")
         warn(alone.notes[-1])
         return alone
+    if not settings.has_several_devices:
+        return build_alone()
     bound = scheduling.memory if isinstance(scheduling.memory, int) else None
     how: dict[str, Any] = {"asked": engine, "memory_bytes": bound}
     if not on_cpu:
@@ -160,6 +162,8 @@ def _why_not_placed(lowered: Lowered, devices: Sequence[str], engine: str | None
     if lowered.program.devices != {own}:
         begins = "names CPUs" if own == "cpu" else f"begins with {home}"
         return f"its kernels run on {', '.join(sorted(lowered.program.devices))}, and devices= {begins}."
+    if len(devices) == 1:
+        return ""
     if own == "cpu":
         if engine not in (None, "serial", "threads"):
             return f"the engine {engine} is for CUDA devices."

@@ -157,5 +157,7 @@ def test_what_cannot_be_placed_is_said():
     model, x = Towers().cuda(1).eval(), torch.randn(4, 3, 8, 8, device="cuda:1")
     with torch.no_grad(), pytest.raises(CaptureError, match="kernels run on cuda:1, and devices= begins with cuda:0"):
         ms.compile(model, strict=True, devices=DEVICES)(x)
+    with torch.no_grad(), pytest.raises(CaptureError, match="kernels run on cuda:1, and devices= begins with cuda:0"):
+        ms.compile(model, strict=True, devices=DEVICES[:1])(x)
     with pytest.raises(CaptureError, match="under autograd"):
         ms.compile(model, strict=True, devices=DEVICES[::-1])(x)
