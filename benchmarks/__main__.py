@@ -23,6 +23,7 @@ SUITES = (
     "decode",
     "idle",
     "parallel",
+    "placement",
 )
 
 if __name__ == "__main__":

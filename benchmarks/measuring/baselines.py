@@ -267,7 +267,9 @@ class TrainingJudge:
 
 def trainee(problem: Training, dtype: torch.dtype | None = None, **options: bool) -> Trainee:
     """Return a fresh copy of the model at its start, with an optimizer of its own."""
-    model = copy.deepcopy(problem.model).to(dtype or next(problem.model.parameters()).dtype)
+    model = copy.deepcopy(problem.model)
+    if dtype is not None:
+        model = model.to(dtype)
     return Trainee(model, problem.make_optimizer(model, **options))
 
 
