@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ def capture(run: Callable[[], Tensor], device: torch.device) -> tuple[Run, Tenso
     """Capture a call in one CUDA graph by hand, as PyTorch's documentation teaches.
 
     Returns:
-        The replay and the result that it writes. Without a GPU the replay runs the call again, to try the scripts.
+        The replay and the result that it writes. The replay keeps what the call holds, such as parameters, which a
+        graph reads and writes but does not own. Without a GPU it runs the call again, to try the scripts.
     """
     if device.type != "cuda":
         result = run()
@@ -89,7 +91,11 @@ def capture(run: Callable[[], Tensor], device: torch.device) -> tuple[Run, Tenso
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = run()
-    return graph.replay, result
+    return partial(_replay, graph, run), result
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _run: Callable[[], Tensor]) -> None:
+    graph.replay()
 
 
 def compare(case: str, ours: Side, peers: Iterable[Side | Failure], settings: Settings) -> list[Row]:
