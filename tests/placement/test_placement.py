@@ -26,7 +26,7 @@ from millstream.placement import (
     place,
     search,
 )
-from millstream.schedule import plan_serial
+from millstream.schedule import peak_bytes, plan_serial
 from millstream.testing import chain_graph, random_graph, towers_graph, training_graph
 from tests.properties.strategies import costs, graphs
 
@@ -42,7 +42,8 @@ def _short_search():
 
 
 def machine(num_devices=2, link=LINK, streams=1, memory_bytes=None):
-    return Machine(tuple(f"cuda:{number}" for number in range(num_devices)), link, streams, memory_bytes)
+    bounds = None if memory_bytes is None else (memory_bytes,) * num_devices
+    return Machine(tuple(f"cuda:{number}" for number in range(num_devices)), link, streams, bounds)
 
 
 def equal_costs(graph, duration_ns=10_000):
@@ -170,17 +171,36 @@ def test_constants_do_not_cross_in_a_run():
     assert not any("c" in placement.graph.kernels[copy].reads for copy in placement.graph.links)
 
 
-def test_two_devices_hold_what_one_does_not():
-    graph = training_graph(8, num_bytes=1 << 20)
-    on = machine()
-    needed = on_one(graph, equal_costs(graph), on).bytes_on("cuda:0")
-    bound = needed * 3 // 4
-    placed = place(graph, equal_costs(graph), machine(memory_bytes=bound))
+@pytest.mark.parametrize("shares", [(0.7, 0.8), (0.9, 0.5), (0.4, 0.4, 0.4, 0.4)])
+def test_what_one_device_does_not_hold_is_divided_in_stages(shares):
+    """With so many kernels, moving some at a time from where all are on one device leads nowhere."""
+    graph = training_graph(60, num_bytes=1 << 20)
+    needed = peak_bytes(plan_serial(graph))
+    bounds = tuple(int(share * needed) for share in shares)
+    placed = place(graph, equal_costs(graph), replace(machine(len(shares)), memory_bytes=bounds))
     assert_proven(graph, placed)
-    assert len(placed.devices) == 2
-    assert all(placed.bytes_on(device) <= bound for device in on.devices)
-    with pytest.raises(ArgumentError, match=r"needs \d+ more"):
-        place(graph, equal_costs(graph), machine(memory_bytes=needed // 8))
+    for device, bound in zip(placed.machine.devices, bounds, strict=True):
+        assert 0 < placed.bytes_on(device) <= bound
+
+
+def test_what_fits_nowhere_is_refused():
+    graph = training_graph(2, num_bytes=1 << 20)
+    with pytest.raises(ArgumentError, match=r"room for 64 bytes on each of 2 devices .* needs \d+ bytes more"):
+        place(graph, equal_costs(graph), machine(memory_bytes=64))
+    with pytest.raises(ArgumentError, match="room for 64 bytes on cuda:0, 65 bytes on cuda:1 is too small"):
+        place(graph, equal_costs(graph), replace(machine(), memory_bytes=(64, 65)))
+
+
+def test_gradients_that_come_one_by_one_have_the_same_memory():
+    """A link that brings all of them as soon as it can would need memory for each."""
+    graph = training_graph(30, num_bytes=1 << 20)
+    elsewhere = ["cuda:0" if kernel.name.startswith("update") else "cuda:1" for kernel in graph.kernels]
+    placement = insert_copies(graph, elsewhere, "cuda:0")
+    costs = placement.costs(equal_costs(graph), LINK)
+    plenty, short = (PlacedPlan(placement, costs, machine(memory_bytes=bound)) for bound in (None, 1 << 30))
+    assert plenty.bytes_on("cuda:0") >= 30 << 20
+    assert short.bytes_on("cuda:0") <= 10 << 20
+    assert_proven(graph, short)
 
 
 # --- planted faults --------------------------------------------------------------------------------------------------

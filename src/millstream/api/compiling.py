@@ -129,7 +129,8 @@ def compile(  # noqa: PLR0913  all but the first by name, each with a default
             ``{"reproducible": True}`` no clock decides what rounds.
         devices: Devices that kernels may be placed on, the user's first: ``["cuda:0", "cuda:1"]``, or ``["cpu:0",
             "cpu:1"]``, two virtual ones of a CPU to try it on. Parameters and results stay on the first. Kept where it
-            is measured to be faster than one device, or where the engine is given; ``memory=`` in bytes bounds each.
+            is measured to be faster than one device, where the engine is given, or where one has no room;
+            ``memory=`` in bytes bounds each.
         mode: As for ``torch.compile``. ``"reduce-overhead"`` is what the engine ``graph`` does anyway;
             ``"max-autotune"`` stands for those options of TorchInductor.
         fullgraph: The same as ``strict``.

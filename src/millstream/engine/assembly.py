@@ -21,6 +21,7 @@ from millstream.engine.cpu.worker_pool import find_library
 from millstream.engine.cuda.captured import ProgramPair
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.cuda.placed_gpus import PlacedOnGpus
+from millstream.engine.cuda.plan_devices import room_on
 from millstream.engine.engine import Engine
 from millstream.engine.serial_engine import SerialEngine
 from millstream.engine.streams_engine import StreamsEngine
@@ -134,12 +135,25 @@ def _build_placed(
         return alone
     if not settings.has_several_devices:
         return build_alone()
-    bound = scheduling.memory if isinstance(scheduling.memory, int) else None
-    how: dict[str, Any] = {"asked": engine, "memory_bytes": bound}
-    if not on_cpu:
-        return PlacedOnGpus(lowered, build_alone(), devices, scheduling, copy_outputs=settings.copy_outputs, **how)
-    fits = bound is None or peak_bytes(plan_serial(graph)) <= bound
-    return PlacedOnCpu(lowered, build_alone() if fits else None, devices, scheduling, **how)
+    bound, needed = scheduling.memory if isinstance(scheduling.memory, int) else None, peak_bytes(plan_serial(graph))
+    is_within = bound is None or needed <= bound
+    fits = is_within and (on_cpu or needed <= room_on(devices[0]))
+    bounds = None if bound is None else (bound,) * len(devices)
+    how: dict[str, Any] = {"asked": engine, "memory_bytes": bounds}
+    if on_cpu:
+        return PlacedOnCpu(lowered, build_alone() if fits else None, devices, scheduling, **how)
+    how["copy_outputs"] = settings.copy_outputs
+    if fits:
+        return PlacedOnGpus(lowered, build_alone(), devices, scheduling, **how)
+    how["memory_bytes"] = tuple(room_on(device) if bound is None else min(bound, room_on(device)) for device in devices)
+    try:
+        return PlacedOnGpus(lowered, None, devices, scheduling, **how)
+    except (ArgumentError, DeviceError) as error:
+        if not is_within:
+            raise
+        alone = build_alone()  # whose room was judged without knowing what can be freed
+        alone.notes.append(f"{graph.name} runs on one device: {error}")
+        return alone
 
 
 def check_devices(devices: Sequence[str]) -> None:

@@ -18,13 +18,13 @@ class Machine:
             results are wanted.
         link: Between any two of them, each way.
         streams: For kernels, on each device; each link has one more.
-        memory_bytes: That temporaries and outputs may take on each device; ``None`` sets no bound.
+        memory_bytes: That temporaries and outputs may take, for each device; ``None`` sets no bounds.
     """
 
     devices: tuple[str, ...]
     link: Link
     streams: int = 1
-    memory_bytes: int | None = None
+    memory_bytes: tuple[int, ...] | None = None
 
     @property
     def home(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +13,33 @@ from millstream.placement.crossing import Placement
 from millstream.placement.machine import Machine
 from millstream.schedule import assign_among, assign_offsets, peak_bytes, place_allocations, place_waits
 from millstream.simulate import simulate
+
+AHEAD = 4  # kernels and copies that touch a device, by which one of them may be ahead of another where memory is short
+
+
+def keep_close(graph: KernelGraph, predecessors: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Let nothing on a device run far ahead of, or behind, its copies, in the order of the program.
+
+    Memory goes from one stream to another only where these wait for each other. A link that brings all gradients as
+    soon as it can needs memory for all of them, though each is used up at once; and those that wait to be sent keep
+    theirs.
+
+    Returns:
+        For each kernel those that it waits for, with these.
+    """
+    touching: dict[str, deque[int]] = {}  # by device, its latest few
+    passed: dict[str, dict[object, int]] = {}  # the latest before those, by where it runs
+    found = []
+    for kernel, before in zip(graph.kernels, predecessors, strict=True):
+        ends = graph.links.get(kernel.id, (kernel.device,))
+        found.append(sorted({*before, *(each for end in ends for each in passed.get(end, {}).values())}))
+        for end in ends:
+            latest = touching.setdefault(end, deque())
+            latest.append(kernel.id)
+            if len(latest) > AHEAD:
+                old = latest.popleft()
+                passed.setdefault(end, {})[graph.links.get(old, end)] = old
+    return found
 
 
 @dataclass(frozen=True)
@@ -47,6 +76,8 @@ class PlacedPlan:
             streams[link] = [num_streams]
             num_streams += 1
         predecessors = [[found.kernel for found in each] for each in derive_dependencies(graph)]
+        if machine.memory_bytes is not None:
+            predecessors = keep_close(graph, predecessors)
         assignment = assign_among(
             [streams[graph.links.get(kernel.id, kernel.device)] for kernel in graph.kernels],
             predecessors,
@@ -77,10 +108,11 @@ class PlacedPlan:
     @cached_property
     def excess_bytes(self) -> int:
         """By how much temporaries and outputs exceed what the devices have for them."""
-        bound = self.machine.memory_bytes
-        if bound is None:
+        bounds = self.machine.memory_bytes
+        if bounds is None:
             return 0
-        return sum(max(self.bytes_on(device) - bound, 0) for device in self.machine.devices)
+        pairs = zip(self.machine.devices, bounds, strict=True)
+        return sum(max(self.bytes_on(device) - bound, 0) for device, bound in pairs)
 
     def bytes_on(self, device: str) -> int:
         """Return what temporaries, in an arena, and outputs take on a device."""

@@ -15,15 +15,19 @@ from millstream.api import executables
 from millstream.cost import KernelCost, Link, Rate, Roofline
 from millstream.device import DeviceContext, Place
 from millstream.device.drivers.cpu import CpuDriver
-from millstream.engine.cuda import links, plan_devices
+from millstream.engine import assembly
+from millstream.engine.cuda import links, placed_trial, plan_devices
 from millstream.engine.cuda import placed_gpus as placed
 from millstream.engine.placed.placed_program import Devices, find_constraints, place_program
 from millstream.engine.plan_source import compile_plan
 from millstream.engine.serial_engine import SerialEngine
+from millstream.errors import ArgumentError, DeviceError
 from millstream.graph import CHOSEN
-from millstream.placement import Machine, place
+from millstream.lower.inductor import tuning
+from millstream.placement import Machine, place, search
 from millstream.program import KernelCall, Value
-from millstream.schedule import Scheduling, plan_serial
+from millstream.schedule import Scheduling, peak_bytes, plan_serial
+from millstream.settings import Settings
 from tests import networks
 from tests.device.virtual_device import VirtualDevice, VirtualEvent, VirtualStream
 from tests.engines.become import become
@@ -52,9 +56,9 @@ def gpus(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.default_generator,))
     device.times = 10, 20
-    monkeypatch.setattr(placed._PlacedTrial, "time", lambda *_: device.times)
+    monkeypatch.setattr(placed.PlacedTrial, "time", lambda *_: device.times)
 
-    def even_costs(self, inputs):
+    def even_costs(self, one, inputs):
         graph = self.lowered.program.graph
         return replace(Roofline().estimate(graph), kernels=tuple(KernelCost(100_000) for _ in graph.kernels))
 
@@ -62,29 +66,38 @@ def gpus(monkeypatch, device):
     return device
 
 
-def on_gpus(compiled, asked=None, streams=None):
-    """Let the one program of what was compiled run as on GPUs; return its engine."""
+def on_gpus(compiled, asked=None, streams=None, share=None):
+    """Let the one program of what was compiled run as on GPUs, maybe with too little memory; return its engine."""
     (executable,) = executables(compiled)
-    lowered = executable.lowered
-    one = SerialEngine(lowered, plan_serial(lowered.program.graph))
-    how = {"asked": asked, "memory_bytes": None, "copy_outputs": True}
+    lowered, one, memory_bytes = executable.lowered, None, None
+    plan = plan_serial(lowered.program.graph)
+    if share is None:
+        one = SerialEngine(lowered, plan)
+    else:
+        memory_bytes = (int(share * peak_bytes(plan)),) * 2
+    how = {"asked": asked, "memory_bytes": memory_bytes, "copy_outputs": True}
     return become(executable, placed.PlacedOnGpus(lowered, one, DEVICES, Scheduling(streams), **how))
 
 
 class Towers(nn.Module):
-    def __init__(self):
+    def __init__(self, depth=1, dropout=0.3):
         super().__init__()
         self.towers = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Dropout(0.3)) for _ in range(2)
+            nn.Sequential(
+                *(layer for _ in range(depth) for layer in (nn.Linear(32, 32), nn.Tanh())),
+                nn.Linear(32, 32),
+                nn.Dropout(dropout) if dropout else nn.Identity(),
+            )
+            for _ in range(2)
         )
 
     def forward(self, x):
         return sum(tower(x) for tower in self.towers), self.towers[0](x)
 
 
-def train(asked, streams=None):
+def train(asked, streams=None, share=None, **how):
     torch.manual_seed(0)
-    model = Towers()
+    model = Towers(**how)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 
     @ms.step(strict=True, engine="serial")
@@ -97,10 +110,10 @@ def train(asked, streams=None):
         return loss, one
 
     torch.manual_seed(1)
-    results = [step(torch.randn(4, 32)) for _ in range(2)]
-    engine = None if asked is None else on_gpus(step, asked, streams)
+    results = [step(torch.randn(512, 32)) for _ in range(2)]
+    engine = None if asked is None else on_gpus(step, asked, streams, share)
     for number in range(4):
-        results.append(step(torch.randn(4, 32)))
+        results.append(step(torch.randn(512, 32)))
         if engine is not None and number == 2:
             engine.release()
     return engine, torch.utils._pytree.tree_leaves((results, model.state_dict(), optimizer.state_dict()["state"]))
@@ -114,6 +127,40 @@ def test_steps_give_the_bits_of_one_device(gpus, asked, streams):
     assert (engine.name, sorted(engine.plan.graph.devices)) == (asked, DEVICES)
     assert engine.is_captured == (asked == "graph")
     assert bool(gpus.pools) == (asked == "graph")
+
+
+def test_what_does_not_fit_on_one_device_is_placed_at_once(gpus, monkeypatch):
+    monkeypatch.setattr(search, "MOST_KERNELS", 2_000)
+    monkeypatch.setattr(placed.PlacedTrial, "check", lambda *_: pytest.fail("there is nothing to compare with"))
+    deep = {"depth": 4, "dropout": 0}  # what draws stays on one device
+    _, expected = train(None, **deep)
+    engine, found = train("graph", share=0.85, **deep)
+    assert all(map(torch.equal, found, expected))
+    assert (engine.name, sorted(engine.plan.graph.devices)) == ("graph", DEVICES)
+    assert engine.is_captured
+    assert outcomes(engine) == [CHOSEN]
+    inputs = [torch.zeros(())]
+    monkeypatch.setattr(engine._home.driver, "is_capturing", lambda: True)
+    with pytest.raises(DeviceError, match="as cuda:0 has no room for it: it cannot be a part of a graph"):
+        engine(inputs)
+
+    # What a device has free decides whether it fits.
+    lowered, needed = engine.lowered, peak_bytes(plan_serial(engine.lowered.program.graph))
+    monkeypatch.setattr(assembly, "_why_not_placed", lambda *_: "")
+
+    def build(*shares, memory=1.25):
+        rooms = {name: int(share * needed) for name, share in zip(DEVICES, shares, strict=True)}
+        monkeypatch.setattr(assembly, "room_on", rooms.__getitem__)
+        settings = Settings.of(devices=DEVICES, memory=memory)
+        return assembly._build_placed(lowered, settings, None, settings.scheduling, lambda: alone, pytest.fail)
+
+    alone = SerialEngine(lowered, plan_serial(lowered.program.graph))
+    assert build(1, 0).one is alone
+    assert build(0.8, 2).one is None
+    assert build(0.01, 0.01) is alone, "it may fit all the same: what can be freed is not known"
+    assert "runs on one device: room for" in alone.notes[0]
+    with pytest.raises(ArgumentError, match=r"room for \d+ bytes on cuda:0, \d+ bytes on cuda:1 is too small for"):
+        build(0.005, 2, memory=needed // 100)
 
 
 def infer(gpus, error=None):
@@ -148,7 +195,7 @@ def test_what_was_measured_faster_is_kept(gpus):
 def test_what_was_chosen_is_found_again_without_a_clock(gpus, monkeypatch, times, devices):
     gpus.times = times
     first = infer(gpus)
-    monkeypatch.setattr(placed._PlacedTrial, "time", lambda *_: pytest.fail("timed again"))
+    monkeypatch.setattr(placed.PlacedTrial, "time", lambda *_: pytest.fail("timed again"))
     for key, noted in gpus.noted.items():
         gpus.noted[key] = json.loads(json.dumps(noted))
     again = infer(gpus)
@@ -179,13 +226,13 @@ def test_where_nothing_can_be_captured_kernels_are_issued_in_every_call(gpus):
 
 def change(monkeypatch, of_one, of_several):
     """Let results differ by so much each time."""
-    run, count = placed._PlacedTrial._run, iter(range(100))
+    run, count = placed.PlacedTrial._run, iter(range(100))
 
     def run_and_change(self, which):
         change = of_one if which is self._one else of_several
         return [value * (1 + change * next(count)) for value in run(self, which)]
 
-    monkeypatch.setattr(placed._PlacedTrial, "_run", run_and_change)
+    monkeypatch.setattr(placed.PlacedTrial, "_run", run_and_change)
 
 
 def test_what_rounds_otherwise_is_not_kept(gpus, monkeypatch):
@@ -205,10 +252,10 @@ def test_where_one_device_varies_numbers_are_compared(gpus, monkeypatch, of_seve
 
 def test_distances():
     one, nan = torch.ones(4), torch.full((4,), float("nan"))
-    assert placed.distance([one, nan], [one.clone(), nan.clone()]) == 0
-    assert placed.distance([one * 1.5], [one]) == pytest.approx(0.5)
-    assert placed.distance([one], [nan]) == float("inf")
-    assert placed.distance([torch.tensor([1])], [torch.tensor([2])]) == float("inf")
+    assert placed_trial.distance([one, nan], [one.clone(), nan.clone()]) == 0
+    assert placed_trial.distance([one * 1.5], [one]) == pytest.approx(0.5)
+    assert placed_trial.distance([one], [nan]) == float("inf")
+    assert placed_trial.distance([torch.tensor([1])], [torch.tensor([2])]) == float("inf")
 
 
 def test_an_error_in_a_trial_leaves_one_device(gpus, monkeypatch):
@@ -341,19 +388,27 @@ class Tuner:
         self.fn = types.SimpleNamespace(fn=len, __name__="triton_add")
         self.device_props = DeviceProperties("cuda", 0)
         self.triton_meta = {"device": 0, "signature": {}}
-        self.launchers = [types.SimpleNamespace(config=config) for config in configs]
+        self.launchers = [Launcher(config, 0) for config in configs]
         self.compile_results, self._cached_launcher = [1], self.launchers[0]
 
     def __getstate__(self):
         raise AssertionError("it has run")
 
     def _precompile_config(self, config):
-        made = types.SimpleNamespace(config=config, device=self.triton_meta["device"])
+        made = Launcher(config, self.triton_meta["device"])
         return types.SimpleNamespace(make_launcher=lambda: made)
+
+    def benchmark_all_configs(self):
+        return {launcher: 1 / launcher.config.kwargs["XBLOCK"] for launcher in self.launchers}
 
     def run(self, *args, stream):
         (launcher,) = self.launchers
         return launcher, self.device_props.index, stream
+
+
+class Launcher:
+    def __init__(self, config, device):
+        self.config, self.device = config, device
 
 
 class DeviceProperties(NamedTuple):
@@ -380,8 +435,20 @@ def test_kernels_keep_their_configuration_on_another_device(monkeypatch):
     assert tuner.compile_results
 
 
-def test_a_kernel_that_has_not_chosen_stays(monkeypatch):
+def test_a_kernel_that_has_not_chosen_chooses_where_it_is(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    call = KernelCall(Tuner(config(64), config(128)).run, (), {}, stream_keyword="stream")
-    with pytest.raises(RuntimeError, match="triton_add has not chosen among 2 configurations"):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(tuning, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(tuning, "_known", {})
+    tuner = Tuner(config(64), config(128))
+    tuning.keep_choice(tuner, "source")
+    call = KernelCall(tuner.run, (), {}, stream_keyword="stream")
+    (other,) = {placed.Gpus().move_call(call, "cuda:1").target.__self__}
+    assert [each.config.kwargs["XBLOCK"] for each in other.launchers] == [64, 128]
+    times = other.benchmark_all_configs()
+    assert {launcher.device for launcher in times} == {1}
+    (chosen,) = tuner.benchmark_all_configs()
+    assert chosen is tuner.launchers[1], "what another device has found is kept"
+    tuner.launchers = []
+    with pytest.raises(RuntimeError, match="triton_add could not be loaded on cuda:1"):
         placed.Gpus().move_call(call, "cuda:1")

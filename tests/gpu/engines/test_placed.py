@@ -103,6 +103,34 @@ def test_steps_give_the_bits_of_one_device(engine, streams):
     assert used(step)[-1] == (engine, DEVICES, [])
 
 
+def test_what_does_not_fit_on_one_device_runs_on_two():
+    def train_deep(**settings):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh()))).cuda(0)
+
+        @ms.step(strict=True, **settings)
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+            return loss
+
+        results = [step(torch.randn(4096, 64, device="cuda:0")) for _ in range(6)]
+        return [*results, *model.parameters()], executables(step)[-1]
+
+    expected, alone = train_deep(engine="serial")
+    found, executable = train_deep(devices=DEVICES, memory=alone.peak_bytes * 3 // 4)
+    assert all(map(torch.equal, found, expected))
+    assert (executable.name, sorted(executable.plan.graph.devices), executable.notes) == ("graph", DEVICES, [])
+    assert executable.is_captured
+    with pytest.raises(ArgumentError, match="too small"):
+        train_deep(devices=DEVICES, memory=64)
+
+
 def test_the_first_device_may_be_any():
     _, expected = train("cuda:1", engine="serial")
     step, found = train("cuda:1", engine="graph", devices=DEVICES[::-1])

@@ -62,7 +62,7 @@ class PlacedOnCpu(PlacedEngine):
         devices: Names; the first is the user's.
         scheduling: Streams are those of each device.
         asked: The engine that the user wants, whatever it takes: ``threads`` or ``serial``; ``None`` leaves it open.
-        memory_bytes: That temporaries and outputs may take on each device; ``None`` sets no bound.
+        memory_bytes: That temporaries and outputs may take, for each device; ``None`` sets no bounds.
 
     Raises:
         ArgumentError: They do not fit.
@@ -78,7 +78,7 @@ class PlacedOnCpu(PlacedEngine):
         scheduling: Scheduling,
         *,
         asked: str | None,
-        memory_bytes: int | None,
+        memory_bytes: tuple[int, ...] | None,
     ) -> None:
         super().__init__(lowered, one, asked=asked)
         most = torch.get_num_threads()
@@ -91,7 +91,9 @@ class PlacedOnCpu(PlacedEngine):
         one = self.one
         if one is None:
             assert self._first is not None, "it was placed at the start"
-            self._choose(self._make(self._first), self._first.costs)
+            made = self._make(self._first)
+            self._candidates = (assess(made.plan, self._first.costs).describe(CHOSEN),)
+            self._choose(made, self._first.costs)
             return
         self.plan, self.name = one.plan, one.name  # as it has settled
         costs = self._find_costs(one, inputs)

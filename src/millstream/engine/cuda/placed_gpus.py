@@ -5,32 +5,34 @@ placed. What is found runs on streams of all devices, which shows whether it giv
 captured as one CUDA graph over them, or where the driver refuses that, goes on issuing its kernels in every call; and
 it is kept where it is faster.
 
+What one device has no room for is placed before it runs, by calculated costs, and compared with nothing.
+
 State is on the user's device, and what others need of it crosses in every call.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import combinations
 from math import inf
-from statistics import median
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from millstream._torch.devices.raw_streams import current_stream_handle
-from millstream.cost import Costs
+from millstream._torch.tensors import real_tensors
+from millstream.cost import Costs, Roofline
 from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair
 from millstream.device.peer_copies import copy_across
 from millstream.engine.cuda.captured import Captured, ProgramPair
 from millstream.engine.cuda.cuda_graph import MAX_CAPTURES, first_line
 from millstream.engine.cuda.links import gpu_link
+from millstream.engine.cuda.placed_trial import PlacedTrial
 from millstream.engine.cuda.plan_devices import PlanDevices, devices_of_streams
 from millstream.engine.engine import Engine
 from millstream.engine.placed.placed_engine import PlacedEngine
@@ -38,7 +40,7 @@ from millstream.engine.placed.placed_program import Devices, find_constraints, p
 from millstream.engine.plan_source import CompiledPlan, compile_plan
 from millstream.engine.planning.planner import Planner
 from millstream.engine.planning.store import Store, choice_key
-from millstream.engine.unchanged import bits_of, unchanged, written
+from millstream.engine.unchanged import unchanged, written
 from millstream.errors import ArgumentError, DeviceError, PlanError
 from millstream.graph import CHOSEN, Candidate, Spread
 from millstream.lower import Lowered
@@ -47,11 +49,6 @@ from millstream.placement import Machine, PlacedPlan, check_streams, place
 from millstream.program import KernelCall, TensorLayout
 from millstream.schedule import Scheduling, plan_serial
 from millstream.schedule.choose import ON_GPU, assess
-
-SAMPLES, CALLS = 7, 5
-"""Pairs of timings, and calls in each."""
-REPEATS, FARTHER = 2, 4.0
-"""How often one device runs again where several give other bits, and how much farther than that they may be off."""
 
 
 class Gpus(Devices):
@@ -88,12 +85,15 @@ class PlacedOnGpus(PlacedEngine):
 
     Args:
         lowered: What to run, on the first of them.
-        one: Runs it there alone.
+        one: Runs it there alone; ``None`` where it has no room for that.
         devices: Names; the first is the user's.
         scheduling: Streams are those of each device.
         asked: The engine that the user wants, ``graph`` or ``streams``, however long it takes; ``None`` leaves it open.
-        memory_bytes: That temporaries and outputs may take on each device; ``None`` sets no bound.
+        memory_bytes: That temporaries and outputs may take, for each device; ``None`` sets no bounds.
         copy_outputs: Whether callers get their own copies of the outputs.
+
+    Raises:
+        ArgumentError: They do not fit.
     """
 
     several = "graph"
@@ -101,47 +101,78 @@ class PlacedOnGpus(PlacedEngine):
     def __init__(
         self,
         lowered: Lowered,
-        one: Engine,
+        one: Engine | None,
         devices: Sequence[str],
         scheduling: Scheduling,
         *,
         asked: str | None,
-        memory_bytes: int | None,
+        memory_bytes: tuple[int, ...] | None,
         copy_outputs: bool,
     ) -> None:
         super().__init__(lowered, one, asked=asked)
-        self._one, self._home = one, context(devices[0])
+        self._home = context(devices[0])
         self._devices, self._scheduling, self._memory_bytes = tuple(devices), scheduling, memory_bytes
         self._copied = lowered.visible if copy_outputs else frozenset[int]()
         self._has_run = False
+        self._first = None if one else self._place_at_once()
 
     @property
     def is_captured(self) -> bool:
-        return self._one.is_captured if self._chosen is None else self.name == "graph"
+        if self.one is None or self._chosen is not None:
+            return self.name == "graph"
+        return self.one.is_captured
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        if self.one is None:
+            outputs = super().__call__(inputs)
+            self.name = self._several.name  # which is captured in its second call
+            return outputs
         if not self._settled and (not self._has_run or self._home.is_capturing()):
-            outputs = self._one(inputs)  # which chooses kernels; and nothing is tried in a graph of the caller's
+            outputs = self.one(inputs)  # which chooses kernels; and nothing is tried in a graph of the caller's
             self._has_run = True
             return outputs
         return super().__call__(inputs)
 
     def run_uncaptured(self, inputs: list[Any]) -> list[Any]:
-        return self._one.run_uncaptured(inputs)
+        if self.one is not None:
+            return self.one.run_uncaptured(inputs)
+        self._settle(inputs)
+        return self._several.run_uncaptured(inputs)
+
+    @property
+    def _several(self) -> PlacedOnStreams:
+        assert isinstance(self._chosen, PlacedOnStreams), "it has settled"
+        return self._chosen
 
     def _find_plan(self, inputs: Sequence[Any]) -> None:
-        self.plan, self.name = self._one.plan, self._one.name  # as it has settled
+        if self.one is None:
+            assert self._first is not None, "it was placed at the start"
+            only = PlacedOnStreams(self.lowered, self._first, None, self._home, self._copied)
+            only.may_capture, only.notes = self._asked != "streams", self.notes
+            self._candidates = (replace(only.candidate, outcome=CHOSEN),)
+            self._choose(only, self._first.costs)
+            return
+        self.plan, self.name = self.one.plan, self.one.name  # as it has settled
         with self._home.graphs.lock, guard(self._home.place):
             try:
-                self._find_fastest(inputs)
+                self._find_fastest(self.one, inputs)
             except (ArgumentError, DeviceError, PlanError, RuntimeError, torch.AcceleratorError) as error:
                 name = self.lowered.program.graph.name
                 _repair(self._home, self._devices, name, error)
                 self.notes.append(f"{name} runs on one device: {first_line(error)}")
 
-    def _find_fastest(self, inputs: Sequence[Any]) -> None:
+    def _place_at_once(self) -> PlacedPlan:
+        """Place by calculated costs; of several plans the one that is predicted to be fastest."""
+        graph = self.lowered.program.graph
+        with real_tensors():  # links may be measured while PyTorch compiles
+            found = [*self._place(Roofline().estimate(graph), self._scheduling.streams or 1)]
+        if not found:
+            raise ArgumentError(f"{graph.name} does not fit on {self._devices[0]}, and nothing of it can be elsewhere.")
+        return min(found, key=lambda placed: placed.predicted_ns)
+
+    def _find_fastest(self, one: Engine, inputs: Sequence[Any]) -> None:
         """Try placements, and keep the fastest, if it is faster than one device or another engine was asked for."""
-        program, costs = self.lowered.program, self._find_costs(inputs)
+        program, costs = self.lowered.program, self._find_costs(one, inputs)
         if self._asked is None and ON_GPU.leaves_nothing_to_gain(program.graph, costs, costs.total_ns):
             return
         store = Store(self._home.torch_device)
@@ -151,10 +182,11 @@ class PlacedOnGpus(PlacedEngine):
             self._candidates = noted
             return
         runners = [
-            PlacedOnStreams(self.lowered, each, self._one, self._home, self._copied) for each in self._place(costs)
+            PlacedOnStreams(self.lowered, each, one, self._home, self._copied)
+            for each in self._place(costs, 1, one.num_streams)
         ]
-        told = [assess(self._one.plan, costs).describe(), *(each.candidate for each in runners)]
-        trial = _PlacedTrial(self.lowered, self._one, inputs, self._home)
+        told = [assess(one.plan, costs).describe(), *(each.candidate for each in runners)]
+        trial = PlacedTrial(self.lowered, one, inputs, self._home)
         known = next((number for number, each in enumerate(told) if _is_chosen_in(each, noted)), 0)
         if known and not self._make_ready(runners[known - 1], trial, inputs):
             told, chosen = [*noted], known
@@ -173,10 +205,10 @@ class PlacedOnGpus(PlacedEngine):
             self._choose(runners[chosen - 1], runners[chosen - 1].placed.costs)
             self.name = runners[chosen - 1].name
             self.notes += runners[chosen - 1].notes
-            self._one.release()
+            one.release()
 
     def _time_all(
-        self, runners: Sequence[PlacedOnStreams], told: list[Candidate], trial: _PlacedTrial, inputs: Sequence[Any]
+        self, runners: Sequence[PlacedOnStreams], told: list[Candidate], trial: PlacedTrial, inputs: Sequence[Any]
     ) -> tuple[list[Candidate], int]:
         """Time all plans that compute what one device does; return what came of them, and which is to run."""
         best, chosen = 1 - ON_GPU.margin if self._asked is None else inf, 0
@@ -194,7 +226,7 @@ class PlacedOnGpus(PlacedEngine):
         told[chosen] = replace(told[chosen], outcome=CHOSEN)
         return told, chosen
 
-    def _make_ready(self, runner: PlacedOnStreams, trial: _PlacedTrial, inputs: Sequence[Any]) -> str:
+    def _make_ready(self, runner: PlacedOnStreams, trial: PlacedTrial, inputs: Sequence[Any]) -> str:
         """Capture a plan, where that can be; say what is wrong with what it computes, empty where nothing is."""
         wrong = trial.check(runner)
         if not wrong and self._asked != "streams":
@@ -202,13 +234,12 @@ class PlacedOnGpus(PlacedEngine):
             wrong = trial.check(runner)
         return wrong
 
-    def _place(self, costs: Costs) -> Iterator[PlacedPlan]:
-        """Yield placements with one stream on each device, and with as many as one device takes."""
+    def _place(self, costs: Costs, *counts: int) -> Iterator[PlacedPlan]:
+        """Yield placements on several devices, with so many streams on each, unless the user has said how many."""
         program, known = self.lowered.program, set[Any]()
         links = [gpu_link(*pair) for pair in combinations(self._devices, 2)]
         link = max(links, key=lambda link: link.copy_ns(1 << 20))
-        counts = (1, self._one.num_streams) if self._scheduling.streams is None else (self._scheduling.streams,)
-        for num_streams in dict.fromkeys(counts):
+        for num_streams in dict.fromkeys(counts if self._scheduling.streams is None else (self._scheduling.streams,)):
             machine = Machine(self._devices, link, num_streams, self._memory_bytes)
             placed = place(program.graph, costs, machine, find_constraints(program))
             begins_at_home = devices_of_streams(placed.plan).get(0) == self._devices[0]  # as the caller's stream does
@@ -216,10 +247,10 @@ class PlacedOnGpus(PlacedEngine):
                 known.add(placed.plan.steps)
                 yield placed
 
-    def _find_costs(self, inputs: Sequence[Any]) -> Costs:
+    def _find_costs(self, one: Engine, inputs: Sequence[Any]) -> Costs:
         """Return what the kernels were measured to take on one device."""
-        if self._one.costs is not None:
-            return self._one.costs
+        if one.costs is not None:
+            return one.costs
         program = self.lowered.program
         planner = Planner(self.lowered, plan_serial(program.graph), self._home, Scheduling())
         generator = torch.cuda.default_generators[self._home.place.index]
@@ -270,11 +301,12 @@ class PlacedOnStreams:
         plan: The same without its costs.
         candidate: The same for a report.
         name: Of the engine that it is.
+        may_capture: Whether calls may capture it.
         notes: Why it is no graph, where it was to be one.
     """
 
     def __init__(
-        self, lowered: Lowered, placed: PlacedPlan, one: Engine, home: DeviceContext, copied: frozenset[int]
+        self, lowered: Lowered, placed: PlacedPlan, one: Engine | None, home: DeviceContext, copied: frozenset[int]
     ) -> None:
         check_streams(placed.plan)
         program = place_program(lowered.program, placed.placement, Gpus())
@@ -286,7 +318,7 @@ class PlacedOnStreams:
         self._used = PlanDevices(program, placed.plan, home)
         self._run: CompiledPlan | None = None
         self._captured: Captured | None = None
-        self._captures, self._may_capture = 0, False
+        self._captures, self.may_capture = 0, False
         self._thread = (
             threading.local()
         )  # has ``warm`` once it has run the program: libraries' handles are each its own
@@ -294,11 +326,17 @@ class PlacedOnStreams:
     def __call__(self, inputs: list[Any]) -> list[Any]:
         with self._home.graphs.lock:
             if self._home.is_capturing():  # the caller captures a graph, of which other devices are no part
+                if self._one is None:
+                    graph, place = self.plan.graph, self._home.place
+                    raise DeviceError(
+                        f"{graph.name} runs on {', '.join(graph.devices)}, as {place} has no room for it: it "
+                        "cannot be a part of a graph that is captured there. Call it outside of the capture."
+                    )
                 return self._one(inputs)
             index = self._home.place.index
             self._home.graphs.enter()  # the arenas serve one call at a time
             captured = self._captured
-            if self._may_capture and (captured is None or not captured.fits(inputs)):
+            if self.may_capture and (captured is None or not captured.fits(inputs)):
                 captured = self.capture(inputs) if getattr(self._thread, "warm", False) else None
             if captured is None:
                 with self._used.entered():
@@ -308,6 +346,13 @@ class PlacedOnStreams:
                 captured.serve(torch.cuda.current_stream(index))
             with nullcontext() if torch.cuda.current_device() == index else guard(self._home.place):
                 return captured.run(inputs)
+
+    def run_uncaptured(self, inputs: list[Any]) -> list[Any]:
+        """Run a call without its graph."""
+        with self._home.graphs.lock:
+            self._home.graphs.enter()
+            with self._used.entered():
+                return self._issue(inputs)
 
     def _issue(self, inputs: list[Any]) -> list[Any]:
         """Issue all kernels."""
@@ -346,14 +391,14 @@ class PlacedOnStreams:
                     devices=self._used,
                 )
         except (DeviceError, RuntimeError, torch.AcceleratorError) as error:
-            self.name, self._may_capture = "streams", False
+            self.name, self.may_capture = "streams", False
             name = self._lowered.program.graph.name
             _repair(self._home, self.plan.graph.devices, name, error)
             self.notes.append(
                 f"{name} issues its kernels in every call: no graph of several devices, {first_line(error)}"
             )
             return None
-        self.name, self._may_capture = "graph", True
+        self.name, self.may_capture = "graph", True
         return self._captured
 
     def release(self) -> None:
@@ -365,78 +410,3 @@ class PlacedOnStreams:
             self._run = self._captured = None
             self._captures = 0
             self._used.release()
-
-
-def distance(found: Sequence[torch.Tensor], base: Sequence[torch.Tensor]) -> float:
-    """The largest distance of a tensor from another, in lengths of that; 0 where all bits are equal.
-
-    Where other numbers than those with a fraction differ, or one is not finite, it is infinite.
-    """
-    most = 0.0
-    for one, other in zip(found, base, strict=True):
-        if torch.equal(bits_of(one), bits_of(other)):
-            continue
-        if not one.is_floating_point():
-            return inf
-        length = max(float(other.double().norm()), torch.finfo(other.dtype).tiny)
-        far = float((one.double() - other.double()).norm()) / length
-        most = max(most, far) if far < inf else inf
-    return most
-
-
-class _PlacedTrial:
-    """Compares runners with one device on the inputs of a call, which find everything as it was.
-
-    Args:
-        lowered: What is run.
-        one: On one device.
-        inputs: Of the call.
-        home: Of the user's device.
-    """
-
-    def __init__(self, lowered: Lowered, one: Engine, inputs: Sequence[Any], home: DeviceContext) -> None:
-        self._one, self._inputs, self._home, self._program = one, inputs, home, lowered.program
-        self._changed = written(lowered.program, inputs)
-        self._generator = torch.cuda.default_generators[home.place.index]
-        self._base: list[torch.Tensor] | None = None  # what one device gives
-        self._spread: float | None = None  # how far it is from itself the next time, once that was asked for
-
-    @property
-    def varies(self) -> bool:
-        """Whether one device has given other numbers the next time, as far as that was asked for."""
-        return bool(self._spread)
-
-    def check(self, runner: Callable[[list[Any]], list[Any]]) -> str:
-        """Say what is wrong with what it computes; empty where nothing is.
-
-        That is the bits of one device; or if that varies itself, numbers not much farther from it than its own are.
-        """
-        if self._base is None:
-            self._base = self._run(self._one)
-        found = self._run(runner)
-        if distance(found, self._base) == 0.0:
-            return ""
-        if self._spread is None:
-            self._spread = max(distance(self._run(self._one), self._base) for _ in range(REPEATS))
-        return "" if distance(found, self._base) <= FARTHER * self._spread else "rounds otherwise"
-
-    def _run(self, run: Callable[[list[Any]], list[Any]]) -> list[torch.Tensor]:
-        with unchanged(self._program, self._changed, self._generator):
-            results = (*run(list(self._inputs)), *self._changed)
-            return [value.detach().clone() for value in results if isinstance(value, torch.Tensor)]
-
-    def time(self, runner: Callable[[list[Any]], list[Any]]) -> tuple[int, int]:
-        """Return how long a call takes, and how long on one device, in ns."""
-        with unchanged(self._program, self._changed, self._generator) as rewind:
-            pairs = [(self._time(runner, rewind), self._time(self._one, rewind)) for _ in range(SAMPLES)]
-        own_ns, one_ns = (round(median(times)) for times in zip(*pairs, strict=True))
-        return own_ns, one_ns
-
-    def _time(self, run: Callable[[list[Any]], list[Any]], rewind: Callable[[], None]) -> float:
-        self._home.synchronize()
-        start = time.perf_counter_ns()
-        for _ in range(CALLS):
-            rewind()
-            run(list(self._inputs))
-        self._home.synchronize()
-        return (time.perf_counter_ns() - start) / CALLS

@@ -15,6 +15,9 @@ from millstream.engine.arena import bind_arenas
 from millstream.graph import Launch, MemoryLayout, Plan
 from millstream.program import Program
 
+USABLE = 0.9
+"""Of the memory that nobody has: workspaces, and gaps between what is there."""
+
 
 def devices_of_streams(plan: Plan) -> dict[int, str]:
     """The device of each stream: the one that its kernels run on, and that copies copy to."""
@@ -23,6 +26,15 @@ def devices_of_streams(plan: Plan) -> dict[int, str]:
         if isinstance(step, Launch):
             found.setdefault(step.stream, plan.graph.kernels[step.kernel].device)
     return found
+
+
+def room_on(device: str) -> int:
+    """Bytes that a program may take on a GPU: those that nobody has, but for what libraries take by themselves."""
+    index = torch.device(device).index
+    with context(device).capture_lock:
+        free, _ = torch.cuda.mem_get_info(index)
+        cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    return int(USABLE * (free + cached))
 
 
 class PlanDevices:

@@ -59,7 +59,7 @@ def keep_choice(tuner: Any, source: str) -> None:
                     _remember(path, fastest.config)
                 return timings
 
-        measure_alone.keeps_choice = True  # type: ignore[attr-defined]
+        measure_alone.keeps_choice = source  # type: ignore[attr-defined]
         tuner.benchmark_all_configs = measure_alone
 
 
@@ -98,16 +98,15 @@ def tuner_elsewhere(tuner: Any, index: int) -> Any:
     What is loaded on one device can't be launched on another; compiled it has been, so that this takes milliseconds.
 
     Args:
-        tuner: A ``CachingAutotuner`` that has run.
+        tuner: A ``CachingAutotuner``. One that has not chosen its configuration yet is left as it is, and chooses, as
+            does the result: what the first one has found is kept.
         index: Of the other device.
 
     Raises:
-        RuntimeError: Which configuration it has is still open, or cannot be had there.
+        RuntimeError: Its configurations cannot be had there.
     """
     launchers = _launchers(tuner)
     name = getattr(tuner.fn, "__name__", "a kernel")
-    if len(launchers) != 1:
-        raise RuntimeError(f"{name} has not chosen among {len(launchers)} configurations yet")
     other = object.__new__(type(tuner))  # a copy would be pickled, which tuners refuse once they have run
     other.__dict__.update(vars(tuner))
     other.device_props = tuner.device_props._replace(index=index)
@@ -115,10 +114,12 @@ def tuner_elsewhere(tuner: Any, index: int) -> Any:
     other.compile_results, other.launchers = [], []
     if hasattr(tuner, "_cached_launcher"):  # since 2.13
         other._cached_launcher = None
-    launcher = _compile(other, launchers[0].config, _describe(launchers[0].config))
-    if launcher is None:
+    found = [_compile(other, each.config, _describe(each.config)) for each in launchers]
+    if not found or None in found:
         raise RuntimeError(f"{name} could not be loaded on cuda:{index}")
-    other.launchers = [launcher]
+    other.launchers = found
+    if len(found) > 1 and (measure := vars(other).pop("benchmark_all_configs", None)) is not None:
+        keep_choice(other, measure.keeps_choice)
     return other
 
 
