@@ -136,9 +136,21 @@ def written_in_the_same_kernel(x, y, weight):
     return early, late, late.mT.contiguous(), early.mT.contiguous()
 
 
+def in_lists(x, y, weight):
+    """An optimizer's step: on a GPU one kernel has a part for each item of a list."""
+    values = [x, y, weight, *(each[:number] for number, each in enumerate([x, y, weight], 3))]
+    gradients = [value.sin() * 0.5 for value in values]
+    moments = torch._foreach_lerp(values, gradients, 0.1)
+    squares = torch._foreach_addcmul(values, gradients, gradients, value=0.01)
+    steps = torch._foreach_div(moments, torch._foreach_add(torch._foreach_sqrt(squares), 1e-8))
+    return *torch._foreach_sub(values, steps), *moments, *squares, torch.stack(torch._foreach_norm(gradients)).sum()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "function", [needed_elsewhere, overwritten, of_another_dtype, written_in_the_same_kernel], ids=lambda f: f.__name__
+    "function",
+    [needed_elsewhere, overwritten, of_another_dtype, written_in_the_same_kernel, in_lists],
+    ids=lambda f: f.__name__,
 )
 def test_what_becomes_of_a_buffer_counts(device, function):
     alone, once = both_texts(function, [torch.ones(32, 32) for _ in range(3)], device)

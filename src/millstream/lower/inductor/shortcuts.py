@@ -21,9 +21,11 @@ from torch import fx
 from torch._inductor import fx_utils, lowering
 from torch._inductor.codegen import cpp
 from torch._inductor.codegen.cpp import CppVecKernel
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 
 from millstream._torch.workarounds import is_off, replaced
 
@@ -44,6 +46,9 @@ def shortcuts() -> Iterator[None]:
       they count as if they did. Operators over all parameters of an optimizer were run once for each of them.
     - Whether Inductor supports a tensor is asked for each of a list, for each operator that uses an item of that list,
       of which an optimizer has one for each parameter. It depends on the tensor's dtype, device and layout.
+    - Whether two nodes may be fused is asked of sets of what they read and write, which are put together one item at a
+      time, each hashed again, its expressions included: hundreds of items for each node that may join an optimizer's
+      kernel. Here an item, which never changes, is hashed once, and sets become one as dictionaries do.
 
     Not for several threads at once: Inductor itself compiles under one lock.
     """
@@ -71,12 +76,45 @@ def shortcuts() -> Iterator[None]:
         is_about_alias = sys._getframe(1).f_code.co_name == "any_user_may_alias"
         return (False, (), {}) if is_about_alias and not _returns_tensor(node) else find_fakes(node, *args, **kwargs)
 
+    hash_anew = MemoryDep.__hash__
+
+    def hash_once(self: MemoryDep) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = hash_anew(self)  # of this process, which no other one is given
+        return known  # type: ignore[no-any-return]
+
     with (
         _asking_once(),
+        _quick_sets(),
+        replaced(MemoryDep, "__hash__", hash_once),
         replaced(fx_utils, "get_fake_args_kwargs", find_if_looked_at),
         replaced(DtypePropagationOpsHandler, "__init__", lambda self: None),
         replaced(SchedulerNode, "codegen", generate_if_used),
         replaced(cpp, "stride_at_vec_range", find_stride),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _quick_sets() -> Iterator[None]:
+    """Let ordered sets do in one what they do item by item, in the same order."""
+    unite, intersect = OrderedSet.__or__, OrderedSet.__and__
+
+    def unite_at_once(self: Any, other: Any) -> Any:
+        if type(other) is not OrderedSet:
+            return unite(self, other)
+        return OrderedSet._from_dict({**self._dict, **other._dict})
+
+    def intersect_at_once(self: Any, other: Any) -> Any:
+        if type(other) is not OrderedSet:
+            return intersect(self, other)
+        few, many = (self, other) if len(self) < len(other) else (other, self)
+        return OrderedSet._from_dict({item: None for item in few._dict if item in many._dict})
+
+    with (
+        replaced(OrderedSet, "__or__", unite_at_once),
+        replaced(OrderedSet, "__and__", intersect_at_once),
     ):
         yield
 

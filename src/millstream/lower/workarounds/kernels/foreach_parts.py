@@ -9,54 +9,99 @@ it, or does not, as it happens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import permutations
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch._inductor.scheduler import ForeachKernelSchedulerNode
 
 from millstream._torch.workarounds import Workaround, replaced
 
-_Part = Sequence[Any]
-"""Nodes of the scheduler."""
+_Names = tuple[set[str], set[str]]
+"""Of what a node makes, or writes to, and of what it reads."""
 
 
 @contextlib.contextmanager
 def _fuse_what_stays_apart() -> Iterator[None]:
     can_fuse = ForeachKernelSchedulerNode.can_fuse
+    known = _Known()
 
     def can_fuse_apart(producer: Any, consumer: Any) -> bool:
-        return can_fuse(producer, consumer) and _are_apart(_parts(producer, consumer))
+        return can_fuse(producer, consumer) and known.stay_apart(producer, consumer)
 
     with replaced(ForeachKernelSchedulerNode, "can_fuse", staticmethod(can_fuse_apart)):
         yield
 
 
-def _parts(producer: Any, consumer: Any) -> list[_Part]:
-    """Return those that the kernel of both would have."""
-    if producer.is_foreach() and consumer.is_foreach():
-        return [*zip(producer.snodes, consumer.snodes, strict=True)]
-    if consumer.is_foreach():
-        joined, added, kernel = consumer.get_consumer_subnode_for(producer), producer, consumer
-    else:
-        joined, added, kernel = producer.get_producer_subnode_for(consumer), consumer, producer
-    return [(node, added) if node is joined else (node,) for node in kernel.snodes]
+class _Known:
+    """What the nodes of the scheduler make and read, by node: a kernel of hundreds of parts grows by one at a time."""
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[Any, tuple[Any, _Names]] = WeakKeyDictionary()
+        self._uses: WeakKeyDictionary[Any, _Uses] = WeakKeyDictionary()
+
+    def stay_apart(self, producer: Any, consumer: Any) -> bool:
+        """Return whether the parts of the kernel that both become do not depend on each other."""
+        if producer.is_foreach() and consumer.is_foreach():
+            pairs = zip(producer.snodes, consumer.snodes, strict=True)
+            return _Uses([[self._names_of(node) for node in pair] for pair in pairs]).are_apart
+        if consumer.is_foreach():
+            joined, added, kernel = consumer.get_consumer_subnode_for(producer), producer, consumer
+        else:
+            joined, added, kernel = producer.get_producer_subnode_for(consumer), consumer, producer
+        if kernel not in self._uses:
+            self._uses[kernel] = _Uses([[self._names_of(node)] for node in kernel.snodes])
+        place = next(place for place, node in enumerate(kernel.snodes) if node is joined)
+        return self._uses[kernel].are_apart_with(self._names_of(added), place)
+
+    def _names_of(self, node: Any) -> _Names:
+        dependencies, names = self._names.get(node, (None, None))
+        if names is None or dependencies is not node.read_writes:  # they are others once its loops are
+            names = _find_names(node)
+            self._names[node] = node.read_writes, names
+        return names
 
 
-def _are_apart(parts: Iterable[_Part]) -> bool:
-    """Return whether no part reads what another one makes, or memory that another one writes."""
-    made_and_read = []
-    for part in parts:
-        made, read = set[str](), set[str]()
-        for node in part:
-            real_name = node.scheduler.mutation_real_name
-            made.update(node.get_buffer_names())
-            made.update(name for output in node.get_outputs() for name in output.get_mutations())
-            read.update(
-                name for dep in node.read_writes.reads for name in (dep.name, real_name.get(dep.name, dep.name))
-            )
-        made_and_read.append((made, read))
-    return all(made.isdisjoint(read) for (made, _), (_, read) in permutations(made_and_read, 2))
+class _Uses:
+    """Which parts of a kernel make a value, or memory, and which read it.
+
+    Args:
+        parts: Of the nodes of each part, what they make and read.
+
+    Attributes:
+        are_apart: Whether no part reads what another one makes, or memory that another one writes.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[_Names]]) -> None:
+        self._makers: dict[str, set[int]] = {}
+        self._readers: dict[str, set[int]] = {}
+        for place, part in enumerate(parts):
+            for made, read in part:
+                for names, places in ((made, self._makers), (read, self._readers)):
+                    for name in names:
+                        places.setdefault(name, set()).add(place)
+        both = self._makers.keys() & self._readers.keys()
+        self.are_apart = not any(
+            _has_another(self._makers, name, place) for name in both for place in self._readers[name]
+        )
+
+    def are_apart_with(self, added: _Names, place: int) -> bool:
+        """Return whether they are still where a part has another node, too."""
+        made, read = added
+        return self.are_apart and not (
+            any(_has_another(self._readers, name, place) for name in made)
+            or any(_has_another(self._makers, name, place) for name in read)
+        )
+
+
+def _has_another(places: Mapping[str, set[int]], name: str, place: int) -> bool:
+    return bool(places.get(name, set()) - {place})
+
+
+def _find_names(node: Any) -> _Names:
+    real_name = node.scheduler.mutation_real_name
+    made = {*node.get_buffer_names(), *(name for output in node.get_outputs() for name in output.get_mutations())}
+    return made, {name for dep in node.read_writes.reads for name in (dep.name, real_name.get(dep.name, dep.name))}
 
 
 WORKAROUND = Workaround(
