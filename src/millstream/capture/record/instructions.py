@@ -11,7 +11,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -197,6 +197,12 @@ def run_unseen(function: Callable[..., Any], is_seen: Callable[[Any], bool] | No
     library = _native.load("core")
     assert library is not None
     return library.make_unseen(function, is_seen)
+
+
+def begin_early() -> None:
+    """Let what records be compiled meanwhile, in a thread, where it is not yet: a first trace would wait seconds."""
+    with suppress(RuntimeError):  # the system refuses the thread
+        _native.is_ready("core")
 
 
 def why_not() -> str:

@@ -35,6 +35,7 @@ from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.kept.elsewhere import Job, at_once
 from millstream.capture.kept.traces import Shelf, open_shelf
 from millstream.capture.lines import COMES_TO, claim, in_library, library_in
+from millstream.capture.record.instructions import begin_early
 from millstream.capture.record.location import Location
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.signature import has_same, key_of, key_of_tensors, settings_of
@@ -422,6 +423,8 @@ class Step(Generic[P, R]):
         """Run eagerly, and note which optimizers step."""
         self._has_run = True
         self._num_unready += 1
+        begin_early()  # for the call that captures, before which this one comes
+        ask_early(call.arguments)
 
         def note(optimizer: Optimizer, *_: Any) -> None:
             self._stepped[id(optimizer)] = optimizer
