@@ -229,9 +229,19 @@ class MemoryMeter:
 
 
 def take_workspaces(device: torch.device) -> None:
-    """Let cuBLAS and cuBLASLt take their workspaces for the current stream."""
-    small = torch.ones(16, 16, device=device, dtype=torch.half)
-    torch.addmm(small[0], small, torch.mm(small, small))
+    """Let cuBLAS and cuBLASLt take their workspaces for the current stream, in memory that is never unmapped.
+
+    A graph uses them as long as it lives, and PyTorch lets go of all when it captures graphs of its own
+    (``mode="reduce-overhead"``).
+    """
+    with torch.cuda.use_mem_pool(_workspaces(), device):
+        small = torch.ones(16, 16, device=device, dtype=torch.half)
+        torch.addmm(small[0], small, torch.mm(small, small))
+
+
+@functools.cache
+def _workspaces() -> torch.cuda.MemPool:
+    return torch.cuda.MemPool()
 
 
 def settled_memory(device: torch.device) -> int:

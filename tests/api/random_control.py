@@ -70,14 +70,15 @@ class Program:
         flow: Whose branches and loops it has: ``Operators`` or ``Plain``.
         has_gradients: Whether gradients of what it is given are asked for. PyTorch has none of loops, of scans in other
             functions, and where tensors are written.
+        device: Of all tensors.
 
     Attributes:
         buffers: What its functions may read and write beside their arguments; not where there are gradients.
     """
 
-    def __init__(self, seed, flow, *, has_gradients):
+    def __init__(self, seed, flow, *, has_gradients, device="cpu"):
         self.rng = random.Random(seed)
-        self.flow, self.has_gradients = flow, has_gradients
+        self.flow, self.has_gradients, self.device = flow, has_gradients, device
         self.buffers = []
         self.draws = not has_gradients and self.rng.random() < 0.5
         self.depth = self.rng.choice([1, 2, 2] if has_gradients else [1, 2, 2, 3])
@@ -110,7 +111,7 @@ class Program:
             lambda a, b: a @ (a.t() @ b) * 0.1,
             lambda a, b: a.softmax(1) - scale * b.relu(),
             lambda a, b: (a - a.mean(0)) * scale,
-            lambda a, b: a * torch.tensor([1.0, scale, -1.0, 0.5], dtype=a.dtype) + b,
+            lambda a, b: a * torch.tensor([1.0, scale, -1.0, 0.5], dtype=a.dtype, device=a.device) + b,
             self.local_writes(scale),
         ]
         if self.draws:
@@ -134,7 +135,7 @@ class Program:
     def buffered(self, scale):
         """Reads and writes a tensor of the program's."""
         if not self.buffers or self.rng.random() < 0.5:
-            self.buffers.append(torch.full((3, 4), 0.1 * len(self.buffers), dtype=torch.float64))
+            self.buffers.append(torch.full((3, 4), 0.1 * len(self.buffers), dtype=torch.float64, device=self.device))
         buffer = self.rng.choice(self.buffers)
 
         def run(a, b):
@@ -168,7 +169,7 @@ class Program:
         turn, most, limit = self.make(depth, within), self.rng.randint(0, 4), self.rng.uniform(1, 8)
 
         def run(a, b):
-            start = torch.zeros((), dtype=torch.int64)
+            start = torch.zeros((), dtype=torch.int64, device=a.device)
             return self.flow.while_loop(
                 lambda i, a: (i < most) & (a.abs().max() < limit), lambda i, a: (i + 1, turn(a, b)), (start, a)
             )[1]

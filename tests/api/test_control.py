@@ -353,7 +353,7 @@ REFUSED = {
     ),
     "another device": (
         lambda x: torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a * 3, (x.to("meta"),)),
-        "higher-order operator cond",
+        "gives cond tensors on cpu and meta",
     ),
     "randomness drawn again": (
         lambda x: torch.cond(x.sum() > 0, lambda a: torch.dropout(a @ W, 0.5, True), lambda a: a @ W, (x,)),

@@ -31,16 +31,17 @@ def test_values_and_gradients_are_those_of_plain_python(seed, lowered_once):
     assert all(map(torch.equal, *map(tree_leaves, (each[1:] for each in found))))
 
 
-def results_of(seed, flow, wrap):
+def results_of(seed, flow, wrap, device="cpu"):
     """What a program gives in each call, and what it leaves behind; odd seeds are those with gradients."""
     has_gradients = seed % 2 == 1
-    program = Program(seed, flow, has_gradients=has_gradients)
+    program = Program(seed, flow, has_gradients=has_gradients, device=device)
     call = trained(program.run, wrap, is_step=seed % 4 < 2) if has_gradients else torch.no_grad()(wrap(program.run))
     results = []
     torch.manual_seed(seed)
     for number in range(NUM_CALLS):
         generator = torch.Generator().manual_seed(seed + number)
-        results.append(call(*(torch.randn(3, 4, dtype=torch.float64, generator=generator) for _ in range(2))))
+        given = [torch.randn(3, 4, dtype=torch.float64, generator=generator).to(device) for _ in range(2)]
+        results.append(call(*given))
     return [*results, program.buffers, torch.get_rng_state()]
 
 

@@ -13,6 +13,7 @@ from millstream.passes.cleanup import (
     move_constants,
     written_storages,
 )
+from millstream.passes.pure_bodies import make_bodies_pure
 
 aten = torch.ops.aten
 
@@ -85,6 +86,18 @@ def test_a_transfer_stays_if_the_host_needs_the_argument_or_the_copy_is_written(
     gm = trace(function, torch.ones(2), torch.ones(2))
     drop_idle_nodes(gm)
     assert hoist_transfers(gm, gm.graph.find_nodes(op="placeholder")) == {}
+
+
+def test_constants_of_functions_move_before_they_are_handed_in():
+    def yes(x):
+        return x * torch.tensor([1.0, 2.0]).detach().to("meta", torch.float64)
+
+    gm = trace(lambda x: [torch.cond(x.sum() > 0, yes, lambda x: x + 1, (x,))], torch.ones(2, device="meta").double())
+    make_bodies_pure(gm)
+    held = [getattr(gm, node.target) for node in gm.graph.find_nodes(op="get_attr")]
+    (constant,) = [each for each in held if isinstance(each, torch.Tensor)]
+    assert (constant.device.type, constant.dtype) == ("meta", torch.float64)
+    assert aten._to_copy.default not in targets(gm.true_graph_0)
 
 
 def test_constants_move_to_the_device_that_reads_them():

@@ -27,6 +27,7 @@ from millstream.api import executables
 from millstream.api.environment import compiler, version_of
 from millstream.cache import cache_folder
 from millstream.cli.exits import EXIT_BROKEN, EXIT_OK
+from millstream.device.cuda_graphs.conditional_nodes import why_not_conditional
 
 OLDEST_CAPABILITY = (7, 0)  # Triton's own limit
 TOLERANCE = 1e-3  # relative to values of about 1; PyTorch leaves TF32 off for matrix products
@@ -172,6 +173,10 @@ def _find_cuda() -> Iterator[Finding]:
             yield Finding("broken", f"cuda:{index}", detail, "Triton needs 7.0 or more; use the CPU.")
         else:
             yield Finding("ok", f"cuda:{index}", detail)
+    if reason := why_not_conditional():
+        yield Finding("note", "branches in CUDA graphs", f"none: {reason}", "The host decides, which runs no graph.")
+    else:
+        yield Finding("ok", "branches in CUDA graphs", "the device decides")
     triton = version_of("triton") or version_of("pytorch-triton")
     if triton:
         yield Finding("ok", "Triton", triton)

@@ -19,6 +19,7 @@ from millstream.engine.cpu.placed_cpu import PlacedOnCpu
 from millstream.engine.cpu.threads import ThreadsEngine
 from millstream.engine.cpu.worker_pool import find_library
 from millstream.engine.cuda.captured import ProgramPair
+from millstream.engine.cuda.captured_flows import why_not_captured
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.cuda.placed_gpus import PlacedOnGpus
 from millstream.engine.cuda.plan_devices import room_on
@@ -26,8 +27,9 @@ from millstream.engine.engine import Engine
 from millstream.engine.serial_engine import SerialEngine
 from millstream.engine.streams_engine import StreamsEngine
 from millstream.errors import ArgumentError, DeviceError
-from millstream.graph import KernelKind, Plan
-from millstream.lower import Lowered
+from millstream.graph import Plan
+from millstream.lower import Lowered, Phase
+from millstream.lower.control_flow import Control
 from millstream.schedule import HAND_STREAMS, MOST_STREAMS, Scheduling, peak_bytes, plan_alike, plan_graph, plan_serial
 from millstream.settings import ENGINES, Settings
 
@@ -73,9 +75,8 @@ def build(
     scheduling = with_environment(settings.scheduling)
     if settings.devices and not lowered.program.does_nothing:
         own = replace(settings, devices=())
-        pair = family or ProgramPair()
-        alone = functools.partial(build, lowered, own, family=pair, one_of_many=one_of_many, warn=warn)
-        return _build_placed(lowered, settings, engine, scheduling, alone, warn, pair)
+        alone = functools.partial(build, lowered, own, family=family, one_of_many=one_of_many, warn=warn)
+        return _build_placed(lowered, settings, engine, scheduling, alone, warn)
     plan = plan_serial(lowered.program.graph)
     budget = scheduling.budget_bytes(plan)
     many = one_of_many or OneOfMany(Arena())
@@ -125,7 +126,6 @@ def _build_placed(
     scheduling: Scheduling,
     build_alone: Callable[[], Engine],
     warn: Callable[[str], None],
-    pair: ProgramPair,
 ) -> Engine:
     """Make the engine for several devices, beside that for one, which runs where several cannot."""
     graph, devices = lowered.program.graph, settings.devices
@@ -144,7 +144,7 @@ def _build_placed(
     how: dict[str, Any] = {"asked": engine, "memory_bytes": bounds}
     if on_cpu:
         return PlacedOnCpu(lowered, build_alone() if fits else None, devices, scheduling, **how)
-    how |= {"copy_outputs": settings.copy_outputs, "pair": pair}
+    how["copy_outputs"] = settings.copy_outputs
     if fits:
         return PlacedOnGpus(lowered, build_alone(), devices, scheduling, **how)
     how["memory_bytes"] = tuple(room_on(device) if bound is None else min(bound, room_on(device)) for device in devices)
@@ -186,6 +186,11 @@ def _why_not_placed(lowered: Lowered, devices: Sequence[str], engine: str | None
         return "" if engine == "serial" or find_library() is not None else _why_not_threads()
     if engine not in (None, "streams", "graph"):
         return f"the engine {engine} knows one CUDA device."
+    if lowered.phase in (Phase.FORWARD, Phase.BACKWARD):
+        return (
+            "under autograd its forward and backward pass are programs of their own, which are not placed on CUDA "
+            "devices yet; ms.step(devices=...) places a whole training step, and torch.no_grad() inference."
+        )
     kinds = {device: _kind_of(device) for device in devices}
     if len({*kinds.values()}) > 1:
         told = ", ".join(f"{device} is {kind}" for device, kind in kinds.items())
@@ -273,6 +278,8 @@ def why_not_graph(lowered: Lowered) -> str:
             where = f" at {users[0].source}" if users and users[0].source else ""
             return f"buffer {buffer.id} is in host memory{where}; create it on the device."
     for kernel in graph.kernels:
-        if kernel.kind is KernelKind.CONTROL:
-            return f"kernel {kernel.name} runs on the host{f' at {kernel.source}' if kernel.source else ''}."
+        flow = lowered.program.calls[kernel.id].target
+        if isinstance(flow, Control) and (reason := why_not_captured(flow)):
+            where = f" at {kernel.source}" if kernel.source else ""
+            return f"{kernel.name}{where} {reason}."
     return ""

@@ -34,7 +34,7 @@ from millstream._torch.devices.raw_streams import current_stream_handle
 from millstream._torch.dispatcher import is_users
 from millstream._torch.tensors import ALIGNMENT_BYTES, allocator, copy_elements, realign, reinterpret, tracked_view
 from millstream.device import DeviceContext, Event
-from millstream.engine.control import prepare
+from millstream.engine.control import Run, prepare
 from millstream.engine.promises import Promise, fit, promised
 from millstream.errors import InternalError
 from millstream.graph import Allocate, Free, Launch, Plan, Record, Wait
@@ -46,6 +46,9 @@ from millstream.program import KernelCall, Program, Value
 #: other values to these tensors, because it updates some of them in place. One with ``sees_all`` is shown all tensors
 #: that are written.
 Observe = Callable[[int, Callable[[], Any], tuple[torch.Tensor, ...]], Any]
+
+#: Makes what runs a kernel of control flow.
+Flows = Callable[[Control], Run]
 
 #: Names that the text gives a meaning of its own, and those that become such with a number after them.
 _OWN_NAMES = re.compile(
@@ -94,6 +97,7 @@ def compile_plan(  # noqa: PLR0913  all but three by name
     repeats: bool = False,
     placed: Sequence[str] = (),
     elsewhere: Mapping[int, DeviceContext] | None = None,
+    flows: Flows | None = None,
 ) -> CompiledPlan:
     """Compile a plan into a Python function.
 
@@ -110,6 +114,7 @@ def compile_plan(  # noqa: PLR0913  all but three by name
         placed: Buffers that are not made: the memory for each is given, after the inputs.
         elsewhere: Contexts of streams that are on other devices than ``context``. The function leaves other streams
             current there.
+        flows: Makes functions of control flow; without it the host decides.
 
     Returns:
         The function; tracebacks through it show its source. With several streams it may leave another one current when
@@ -117,14 +122,19 @@ def compile_plan(  # noqa: PLR0913  all but three by name
     """
     bound = {**program.constants, **(bound or {})}
     writer = PlanWriter(program, plan, bound, context, observe, numbers, repeats=repeats, placed=placed)
-    writer.elsewhere = elsewhere or {}
+    writer.elsewhere, writer.flows = elsewhere or {}, flows
     return writer.compile()
 
 
-def callee(call: KernelCall) -> Callable[..., Any]:
-    """Return what Python is to call."""
+def callee(call: KernelCall, flows: Flows | None = None) -> Callable[..., Any]:
+    """Return what Python is to call.
+
+    Args:
+        call: In the plan.
+        flows: Makes what runs control flow; the host decides unless it is given.
+    """
     if isinstance(call.target, Control):
-        return prepare(call.target, compile_plan)
+        return prepare(call.target, compile_plan) if flows is None else flows(call.target)
     return getattr(call.target, "binding", call.target)
 
 
@@ -153,6 +163,7 @@ class PlanWriter:
         self.bound = bound
         self.lines: list[str] = []
         self.elsewhere: Mapping[int, DeviceContext] = {}
+        self.flows: Flows | None = None
         self.events: list[tuple[DeviceContext, Event]] = []
         self.pending = ["first call"]  # see ``Promise``
         self.num_numbers = 0  # that were kept out of the text
@@ -283,7 +294,7 @@ class PlanWriter:
 
     def _write_call(self, kernel: int, stream: int) -> None:
         call = self.program.calls[kernel]
-        target = self._global(_readable(call.target), callee(call))
+        target = self._global(_readable(call.target), callee(call, self.flows))
         args = [self._expression(arg) for arg in call.args]
         args += [f"{key}={self._expression(value)}" for key, value in call.kwargs.items()]
         if call.stream_keyword:

@@ -41,7 +41,7 @@ def why_not_trace(engine: Engine) -> str:
         if kernel.kind is KernelKind.COLLECTIVE:
             return f"{kernel.label} needs other processes"
         if kernel.kind is KernelKind.CONTROL:
-            return f"{kernel.label} runs on the host"
+            return f"what runs in {kernel.label} depends on values"
     if program.devices == {"cpu"}:
         unknown = [name for name in program.inputs if name is not None and program.layout(name) is None]
         return f"how its input {unknown[0]} lies in memory is not known" if unknown else ""

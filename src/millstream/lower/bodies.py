@@ -71,8 +71,9 @@ def _replace(gm: fx.GraphModule, node: fx.Node, lower: Lower, *, is_backward: bo
     bodies, operands, num_carried, num_sliced = _parts(flow, node)
     results = [_apart(_layout(value, flow, node)) for value in tree_leaves(node.meta.get("val"))]
     given = [_layout(each.meta.get("val") if isinstance(each, fx.Node) else each, flow, node) for each in operands]
-    if {layout.device.type for layout in (*results, *given)} != {"cpu"}:
-        raise _refusal(flow, node, "computes on a GPU")
+    devices = {layout.device for layout in (*results, *given)}
+    if len(devices) > 1:
+        raise _refusal(flow, node, f"has tensors on {' and '.join(sorted(map(str, devices)))}")
     turns = given[num_carried].size[0] if num_sliced else 0
     first = 1 if flow is Flow.COND else 0  # what decides is not given to the bodies
     parts = [*given[first:]]

@@ -211,13 +211,23 @@ def _is_transfer(node: fx.Node, device: torch.device) -> bool:
     return node.target is torch.ops.aten._to_copy.default and node.kwargs.get("device") not in (None, device)
 
 
+_DETACHES = torch.ops.aten.detach.default, torch.ops.aten.detach_.default
+
+
 @graph_pass("constants", "makes constants on the device that the graph copies them to")
-def move_constants(gm: fx.GraphModule) -> None:
-    """Make constants that the graph copies to another device constants on that device, in place."""
+def move_constants(gm: fx.GraphModule, *, is_aten: bool = True) -> None:
+    """Make constants that the graph copies to another device constants on that device, in place.
+
+    Args:
+        gm: With constants.
+        is_aten: Whether it is of aten operators alone, of which one sees what they write: then dead code goes as well.
+    """
     copy, lift = torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh_copy.default
     for node in gm.graph.find_nodes(op="call_function", target=copy):
         source: Any = node.args[0]  # a number's tensor itself, where ``torch.func`` has made it
-        if isinstance(source, fx.Node) and source.target is lift:
+        between = []
+        while isinstance(source, fx.Node) and source.target in (lift, *_DETACHES):
+            between.append(source)
             source = source.args[0]
         if not isinstance(source, fx.Node) or source.op != "get_attr":
             continue
@@ -228,5 +238,8 @@ def move_constants(gm: fx.GraphModule) -> None:
             moved = gm.graph.call_function(lift, (gm.graph.get_attr(name),))
         moved.meta.update(node.meta)
         node.replace_all_uses_with(moved)
-        gm.graph.erase_node(node)
-    gm.graph.eliminate_dead_code()
+        for each in (node, *between, source):
+            if not each.users:
+                gm.graph.erase_node(each)
+    if is_aten:
+        gm.graph.eliminate_dead_code()

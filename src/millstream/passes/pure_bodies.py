@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from millstream._torch.tensors import FakeTensor
 from millstream._torch.tracing import is_higher_order, known_shapes
+from millstream.passes.cleanup import move_constants
 from millstream.passes.graph_pass import graph_pass
 
 _CLONE, _COPY, _LIFT = (
@@ -39,6 +40,7 @@ def make_bodies_pure(gm: fx.GraphModule) -> None:
             getattr(gm, str(each.target)) for each in node.args if isinstance(each, fx.Node) and each.op == "get_attr"
         ]
         for body in bodies:
+            move_constants(body, is_aten=False)  # while one can still see where to
             make_bodies_pure.run(body)
         _hand_constants_in(gm, node, bodies)
         if node.target.name() in ("cond", "while_loop"):

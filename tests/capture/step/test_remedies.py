@@ -874,6 +874,7 @@ ELSEWHERE = (
     "higher-order operator",
     "gradients of a while_loop",  # tests/api/test_control.py, as the two below
     "that control flow is given",
+    "gives … tensors on",  # tests/api/test_control.py
     "is given …",
     "a function that no mode sees",  # test_unlifted.py
     "C++ code that may use",  # test_twins.py, as the one below

@@ -580,7 +580,14 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "The step asks for gradients of a while_loop, which are as many as it turns.",
                 "Use scan, whose length is known.",
             )
-        if is_higher_order(func) and func.name() not in (_HIGHER_ORDER | FLOWS if _on_host(args) else _HIGHER_ORDER):
+        devices = _devices_of(args) if is_higher_order(func) and func.name() in FLOWS else []
+        if len(devices) > 1:
+            self._fail(
+                f"The step gives {func.name()} tensors on {' and '.join(devices)}.",
+                "Make all of them on one device, its counters too.",
+            )
+        may_decide = all(device.startswith(("cpu", "cuda")) for device in devices)
+        if is_higher_order(func) and func.name() not in (_HIGHER_ORDER | FLOWS if may_decide else _HIGHER_ORDER):
             self._fail(
                 f"The step uses the higher-order operator {func.name()}, which is not captured.",
                 "Use torch.where, or write out what it does.",
@@ -698,9 +705,9 @@ _ASKING = "__index__ __int__ __float__ __complex__ __bool__ __len__ __getitem__ 
 """Methods by which PyTorch's C++ asks an object for numbers and items."""
 
 
-def _on_host(args: tuple[Any, ...]) -> bool:
-    """Return whether all operands of an operator are in host memory, where what it is to run is decided."""
-    return all(each.device.type == "cpu" for each in _tensors_in(_leaves(args)))
+def _devices_of(args: tuple[Any, ...]) -> list[str]:
+    """Return where the operands of an operator are."""
+    return sorted({str(each.device) for each in _tensors_in(_leaves(args))})
 
 
 def _tensors_in(leaves: Sequence[Any]) -> Iterator[Tensor]:

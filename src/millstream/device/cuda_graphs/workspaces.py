@@ -23,9 +23,10 @@ def take_workspaces(context: DeviceContext, program: Program, numbers: Iterable[
     """Let the workspaces of some streams lie in a pool of their own, before plans are captured on these streams.
 
     Whoever drops a workspace leaves its memory to that pool, which lives as long as the context, and from which nothing
-    else is ever taken. Graphs share it, as they run one at a time. Without products nothing is taken.
+    else is ever taken. Graphs share it, as they run one at a time. Without products, and control flow, which may have
+    some, nothing is taken.
     """
-    if not any(kernel.kind is KernelKind.GEMM for kernel in program.graph.kernels):
+    if not any(kernel.kind in (KernelKind.GEMM, KernelKind.CONTROL) for kernel in program.graph.kernels):
         return
     origin, streams = context.streams[0], [context.streams[number] for number in numbers]
     before = context.events.acquire()

@@ -24,7 +24,9 @@ from millstream.device.cuda_graphs.spread import spread_kernels
 from millstream.device.cuda_graphs.workspaces import take_workspaces
 from millstream.device.drivers.driver import GraphPool
 from millstream.engine.arena import Arena, User, bind_arena, bind_buffers, lay_out, view_memory
+from millstream.engine.control import rehearse
 from millstream.engine.cuda.batched_copy import make_batched_copy
+from millstream.engine.cuda.captured_flows import CapturedFlows
 from millstream.engine.cuda.graph_io import GraphIO, make_graph_io
 from millstream.engine.cuda.plan_devices import PlanDevices
 from millstream.engine.plan_source import compile_plan
@@ -190,10 +192,12 @@ class Captured:
         program, plan, context = self._program, self._plan, self._context
         is_spread = plan.spread is not Spread.PACKED
         is_kept = graph_io is not None or is_spread  # until it is instantiated here
+        rehearse(program, compile_plan)
+        self._flows = CapturedFlows(program, plan, context, compile_plan)  # whose memory the graph uses
         if self._devices is None:
-            take_workspaces(context, program, range(plan.num_streams))
+            take_workspaces(context, program, (*range(plan.num_streams), *self._flows.streams))
         else:
-            self._devices.take_workspaces()
+            self._devices.take_workspaces(self._flows.streams)
         lacking_bytes = _lacking_bytes(context)
         self.graph = torch.cuda.CUDAGraph(keep_graph=is_kept)
         with capture(context, self.graph, pool):
@@ -207,7 +211,8 @@ class Captured:
             if bound is None and plan.layout is not None:
                 bound = bind_arena(program, plan.layout)
             elsewhere = {} if self._devices is None else self._devices.elsewhere
-            run = compile_plan(program, plan, bound, context=context, repeats=True, elsewhere=elsewhere)
+            how: dict[str, Any] = {"repeats": True, "elsewhere": elsewhere, "flows": self._flows.make}
+            run = compile_plan(program, plan, bound, context=context, **how)
             try:
                 with nullcontext() if self._devices is None else self._devices.allocating():
                     outputs = run(memory)

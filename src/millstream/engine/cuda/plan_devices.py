@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -129,11 +129,15 @@ class PlanDevices:
 
     # --- graphs ------------------------------------------------------------------------------------------------------
 
-    def take_workspaces(self) -> None:
-        """Let workspaces of libraries stay where a graph has them, on all devices."""
+    def take_workspaces(self, at_home: Iterable[int] = ()) -> None:
+        """Let workspaces of libraries stay where a graph has them, on all devices.
+
+        Args:
+            at_home: Numbers of streams of the user's device beside those of the plan.
+        """
         for each in (self._home, *self._others):
             numbers = [n for n in range(self._plan.num_streams) if self.elsewhere.get(n, self._home) is each]
-            take_workspaces(each, self._program, numbers)
+            take_workspaces(each, self._program, [*numbers, *at_home] if each is self._home else numbers)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:

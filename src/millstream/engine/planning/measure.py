@@ -21,7 +21,7 @@ from millstream.device.cuda_graphs.capturing import capture
 from millstream.device.cuda_graphs.occupancy import filled_share
 from millstream.device.cuda_graphs.workspaces import take_workspaces
 from millstream.engine.unchanged import may_count, rewinding
-from millstream.graph import Kernel, KernelGraph
+from millstream.graph import Kernel, KernelGraph, KernelKind
 from millstream.program import Program
 
 TARGET_NS = 100_000  # length of a timed graph: short launches are repeated more often
@@ -124,6 +124,10 @@ class CostMeter:
 
 
 def to_measure(known: MeasuredCosts, graph: KernelGraph) -> list[Kernel]:
-    """The kernels of unknown cost, but for those that draw from a generator: launched again, they would move it."""
-    missing = known.missing(graph)
+    """The kernels of unknown cost that can be measured.
+
+    Not those that draw from a generator: launched again, they would move it. And not control flow, which the host
+    decides in that run.
+    """
+    missing = [kernel for kernel in known.missing(graph) if kernel.kind is not KernelKind.CONTROL]
     return [kernel for kernel in missing if not any(name.startswith("rng:") for name in kernel.reads)]
