@@ -28,7 +28,7 @@ from millstream.engine.serial_engine import SerialEngine
 from millstream.engine.streams_engine import StreamsEngine
 from millstream.errors import ArgumentError, DeviceError
 from millstream.graph import Plan
-from millstream.lower import Lowered, Phase
+from millstream.lower import Lowered
 from millstream.lower.control_flow import Control
 from millstream.schedule import HAND_STREAMS, MOST_STREAMS, Scheduling, peak_bytes, plan_alike, plan_graph, plan_serial
 from millstream.settings import ENGINES, Settings
@@ -75,8 +75,9 @@ def build(
     scheduling = with_environment(settings.scheduling)
     if settings.devices and not lowered.program.does_nothing:
         own = replace(settings, devices=())
-        alone = functools.partial(build, lowered, own, family=family, one_of_many=one_of_many, warn=warn)
-        return _build_placed(lowered, settings, engine, scheduling, alone, warn)
+        pair = family or ProgramPair()
+        alone = functools.partial(build, lowered, own, family=pair, one_of_many=one_of_many, warn=warn)
+        return _build_placed(lowered, settings, engine, scheduling, alone, warn, pair)
     plan = plan_serial(lowered.program.graph)
     budget = scheduling.budget_bytes(plan)
     many = one_of_many or OneOfMany(Arena())
@@ -126,6 +127,7 @@ def _build_placed(
     scheduling: Scheduling,
     build_alone: Callable[[], Engine],
     warn: Callable[[str], None],
+    pair: ProgramPair,
 ) -> Engine:
     """Make the engine for several devices, beside that for one, which runs where several cannot."""
     graph, devices = lowered.program.graph, settings.devices
@@ -144,7 +146,7 @@ def _build_placed(
     how: dict[str, Any] = {"asked": engine, "memory_bytes": bounds}
     if on_cpu:
         return PlacedOnCpu(lowered, build_alone() if fits else None, devices, scheduling, **how)
-    how["copy_outputs"] = settings.copy_outputs
+    how |= {"copy_outputs": settings.copy_outputs, "pair": pair}
     if fits:
         return PlacedOnGpus(lowered, build_alone(), devices, scheduling, **how)
     how["memory_bytes"] = tuple(room_on(device) if bound is None else min(bound, room_on(device)) for device in devices)
@@ -186,11 +188,6 @@ def _why_not_placed(lowered: Lowered, devices: Sequence[str], engine: str | None
         return "" if engine == "serial" or find_library() is not None else _why_not_threads()
     if engine not in (None, "streams", "graph"):
         return f"the engine {engine} knows one CUDA device."
-    if lowered.phase in (Phase.FORWARD, Phase.BACKWARD):
-        return (
-            "under autograd its forward and backward pass are programs of their own, which are not placed on CUDA "
-            "devices yet; ms.step(devices=...) places a whole training step, and torch.no_grad() inference."
-        )
     kinds = {device: _kind_of(device) for device in devices}
     if len({*kinds.values()}) > 1:
         told = ", ".join(f"{device} is {kind}" for device, kind in kinds.items())

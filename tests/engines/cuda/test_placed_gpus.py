@@ -18,6 +18,7 @@ from millstream.device.drivers.cpu import CpuDriver
 from millstream.engine import assembly
 from millstream.engine.cuda import links, placed_trial, plan_devices
 from millstream.engine.cuda import placed_gpus as placed
+from millstream.engine.cuda.captured import ProgramPair
 from millstream.engine.placed.placed_program import Devices, find_constraints, place_program
 from millstream.engine.plan_source import compile_plan
 from millstream.engine.serial_engine import SerialEngine
@@ -66,16 +67,15 @@ def gpus(monkeypatch, device):
     return device
 
 
-def on_gpus(compiled, asked=None, streams=None, share=None):
-    """Let the one program of what was compiled run as on GPUs, maybe with too little memory; return its engine."""
-    (executable,) = executables(compiled)
+def on_gpus(executable, asked=None, streams=None, share=None, pair=None):
+    """Let a program run as on GPUs, maybe with too little memory; return its engine."""
     lowered, one, memory_bytes = executable.lowered, None, None
     plan = plan_serial(lowered.program.graph)
     if share is None:
         one = SerialEngine(lowered, plan)
     else:
         memory_bytes = (int(share * peak_bytes(plan)),) * 2
-    how = {"asked": asked, "memory_bytes": memory_bytes, "copy_outputs": True}
+    how = {"asked": asked, "memory_bytes": memory_bytes, "copy_outputs": True, "pair": pair or ProgramPair()}
     return become(executable, placed.PlacedOnGpus(lowered, one, DEVICES, Scheduling(streams), **how))
 
 
@@ -111,7 +111,7 @@ def train(asked, streams=None, share=None, **how):
 
     torch.manual_seed(1)
     results = [step(torch.randn(512, 32)) for _ in range(2)]
-    engine = None if asked is None else on_gpus(step, asked, streams, share)
+    engine = None if asked is None else on_gpus(*executables(step), asked, streams, share)
     for number in range(4):
         results.append(step(torch.randn(512, 32)))
         if engine is not None and number == 2:
@@ -152,7 +152,7 @@ def test_what_does_not_fit_on_one_device_is_placed_at_once(gpus, monkeypatch):
         rooms = {name: int(share * needed) for name, share in zip(DEVICES, shares, strict=True)}
         monkeypatch.setattr(assembly, "room_on", rooms.__getitem__)
         settings = Settings.of(devices=DEVICES, memory=memory)
-        return assembly._build_placed(lowered, settings, None, settings.scheduling, lambda: alone, pytest.fail)
+        return assembly._build_placed(lowered, settings, None, settings.scheduling, lambda: alone, pytest.fail, None)
 
     alone = SerialEngine(lowered, plan_serial(lowered.program.graph))
     assert build(1, 0).one is alone
@@ -169,7 +169,7 @@ def infer(gpus, error=None):
     compiled = ms.compile(model, strict=True, engine="serial")
     with torch.no_grad():
         compiled(torch.randn(4, 32))
-        engine = on_gpus(compiled)
+        engine = on_gpus(*executables(compiled))
         gpus.error = error
         for _ in range(3):
             x = torch.randn(4, 32)
@@ -178,6 +178,38 @@ def infer(gpus, error=None):
             parameter.data = parameter.detach() * 2
         networks.assert_close(compiled(x), model(x))
     return engine
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_models_under_autograd_are_placed(gpus, kept):
+    """Also where a forward call comes before an earlier one's backward, and where one of the two is not placed."""
+    gpus.times = (10, 20) if kept else (20, 10)
+
+    def learn(asked):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Towers()
+        compiled = ms.compile(model, strict=True, engine="serial")
+        engines = []
+        for number in range(6):
+            torch.manual_seed(number)
+            losses = [sum(each.square().mean() for each in compiled(torch.randn(4, 32))) for _ in range(1 + number % 3)]
+            for loss in losses:
+                loss.backward()
+            if asked and not engines:
+                pair = ProgramPair()
+                engines += [on_gpus(each, asked[0], pair=pair) for each in executables(compiled)]
+            if number == 4:
+                for engine in engines:
+                    engine.release()
+        return engines, [each.grad for each in model.parameters()]
+
+    _, expected = learn(None)
+    engines, found = learn(("graph",) if kept else (None,))
+    assert all(map(torch.equal, found, expected))
+    assert [sorted(engine.plan.graph.devices) for engine in engines] == [DEVICES if kept else ["cpu"]] * 2
+    assert engines[0].is_captured == kept
+    assert bool(engines[0]._pair.saved) == kept
 
 
 def outcomes(engine):

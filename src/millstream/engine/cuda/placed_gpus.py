@@ -7,7 +7,9 @@ it is kept where it is faster.
 
 What one device has no room for is placed before it runs, by calculated costs, and compared with nothing.
 
-State is on the user's device, and what others need of it crosses in every call.
+State is on the user's device, and what others need of it crosses in every call. So does what a forward program saves
+for its backward program, each of which is placed for itself. It stays in the forward graph's memory, as it does on one
+device (``cuda_graph.py``): calls for which there is none run on one device, or without a graph.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from millstream._torch.devices.raw_streams import current_stream_handle
+from millstream._torch.switches import present
 from millstream._torch.tensors import real_tensors
 from millstream.cost import Costs, Roofline
 from millstream.device import DeviceContext, context, guard
@@ -43,7 +46,7 @@ from millstream.engine.planning.store import Store, choice_key
 from millstream.engine.unchanged import unchanged, written
 from millstream.errors import ArgumentError, DeviceError, PlanError
 from millstream.graph import CHOSEN, Candidate, Spread
-from millstream.lower import Lowered
+from millstream.lower import Lowered, Phase
 from millstream.lower.inductor.tuning import tuner_elsewhere
 from millstream.placement import Machine, PlacedPlan, check_streams, place
 from millstream.program import KernelCall, TensorLayout
@@ -91,6 +94,7 @@ class PlacedOnGpus(PlacedEngine):
         asked: The engine that the user wants, ``graph`` or ``streams``, however long it takes; ``None`` leaves it open.
         memory_bytes: That temporaries and outputs may take, for each device; ``None`` sets no bounds.
         copy_outputs: Whether callers get their own copies of the outputs.
+        pair: Shared by the forward and backward program of one model, and with ``one``.
 
     Raises:
         ArgumentError: They do not fit.
@@ -108,9 +112,10 @@ class PlacedOnGpus(PlacedEngine):
         asked: str | None,
         memory_bytes: tuple[int, ...] | None,
         copy_outputs: bool,
+        pair: ProgramPair,
     ) -> None:
         super().__init__(lowered, one, asked=asked)
-        self._home = context(devices[0])
+        self._home, self._pair, self._switches = context(devices[0]), pair, present()
         self._devices, self._scheduling, self._memory_bytes = tuple(devices), scheduling, memory_bytes
         self._copied = lowered.visible if copy_outputs else frozenset[int]()
         self._has_run = False
@@ -123,6 +128,8 @@ class PlacedOnGpus(PlacedEngine):
         return self.one.is_captured
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        if self._is_rare(inputs):
+            return self.run_uncaptured(inputs) if self.one is None else self.one(inputs)
         if self.one is None:
             outputs = super().__call__(inputs)
             self.name = self._several.name  # which is captured in its second call
@@ -139,6 +146,14 @@ class PlacedOnGpus(PlacedEngine):
         self._settle(inputs)
         return self._several.run_uncaptured(inputs)
 
+    def _is_rare(self, inputs: Sequence[Any]) -> bool:
+        """Whether a graph cannot serve a call, as its memory is that of another one, or switches have been changed."""
+        if self.lowered.phase is Phase.FORWARD:
+            return self._pair.occupied
+        return self.lowered.phase is Phase.BACKWARD and not (
+            self._pair.saved_by_graph(inputs) and present() is self._switches
+        )
+
     @property
     def _several(self) -> PlacedOnStreams:
         assert isinstance(self._chosen, PlacedOnStreams), "it has settled"
@@ -147,12 +162,13 @@ class PlacedOnGpus(PlacedEngine):
     def _find_plan(self, inputs: Sequence[Any]) -> None:
         if self.one is None:
             assert self._first is not None, "it was placed at the start"
-            only = PlacedOnStreams(self.lowered, self._first, None, self._home, self._copied)
+            only = PlacedOnStreams(self.lowered, self._first, None, self._home, self._copied, self._pair)
             only.may_capture, only.notes = self._asked != "streams", self.notes
             self._candidates = (replace(only.candidate, outcome=CHOSEN),)
             self._choose(only, self._first.costs)
             return
         self.plan, self.name = self.one.plan, self.one.name  # as it has settled
+        of_one = self._pair.addresses, self._pair.saved
         with self._home.graphs.lock, guard(self._home.place):
             try:
                 self._find_fastest(self.one, inputs)
@@ -160,6 +176,8 @@ class PlacedOnGpus(PlacedEngine):
                 name = self.lowered.program.graph.name
                 _repair(self._home, self._devices, name, error)
                 self.notes.append(f"{name} runs on one device: {first_line(error)}")
+        if self._chosen is None:
+            self._pair.addresses, self._pair.saved = of_one
 
     def _place_at_once(self) -> PlacedPlan:
         """Place by calculated costs; of several plans the one that is predicted to be fastest."""
@@ -182,7 +200,7 @@ class PlacedOnGpus(PlacedEngine):
             self._candidates = noted
             return
         runners = [
-            PlacedOnStreams(self.lowered, each, one, self._home, self._copied)
+            PlacedOnStreams(self.lowered, each, one, self._home, self._copied, self._pair)
             for each in self._place(costs, 1, one.num_streams)
         ]
         told = [assess(one.plan, costs).describe(), *(each.candidate for each in runners)]
@@ -306,7 +324,13 @@ class PlacedOnStreams:
     """
 
     def __init__(
-        self, lowered: Lowered, placed: PlacedPlan, one: Engine | None, home: DeviceContext, copied: frozenset[int]
+        self,
+        lowered: Lowered,
+        placed: PlacedPlan,
+        one: Engine | None,
+        home: DeviceContext,
+        copied: frozenset[int],
+        pair: ProgramPair,
     ) -> None:
         check_streams(placed.plan)
         program = place_program(lowered.program, placed.placement, Gpus())
@@ -315,7 +339,7 @@ class PlacedOnStreams:
         self.name = "streams"
         self.notes: list[str] = []
         self._lowered, self._one, self._home, self._copied = replace(lowered, program=program), one, home, copied
-        self._used = PlanDevices(program, placed.plan, home)
+        self._used, self._pair = PlanDevices(program, placed.plan, home), pair
         self._run: CompiledPlan | None = None
         self._captured: Captured | None = None
         self._captures, self.may_capture = 0, False
@@ -345,7 +369,11 @@ class PlacedOnStreams:
             if current_stream_handle(index) not in captured.streams:
                 captured.serve(torch.cuda.current_stream(index))
             with nullcontext() if torch.cuda.current_device() == index else guard(self._home.place):
-                return captured.run(inputs)
+                outputs = captured.run(inputs)
+            if self._lowered.phase is Phase.FORWARD:
+                self._pair.addresses, self._pair.saved = captured.addresses, captured.saved
+                self._pair.replayed, self._pair.waiting = True, captured.watch(outputs)
+            return outputs
 
     def run_uncaptured(self, inputs: list[Any]) -> list[Any]:
         """Run a call without its graph."""
@@ -367,6 +395,8 @@ class PlacedOnStreams:
         outputs = self._run(inputs)
         self._used.hand_over(outputs)
         self._thread.warm = True
+        if self._lowered.phase is Phase.FORWARD:
+            self._pair.replayed = False
         return outputs
 
     def capture(self, inputs: Sequence[Any]) -> Captured | None:
@@ -384,7 +414,7 @@ class PlacedOnStreams:
                     self.plan,
                     inputs,
                     context=self._home,
-                    family=ProgramPair(),
+                    family=self._pair,
                     copied=self._copied,
                     fixed_state=self._captures <= MAX_CAPTURES,
                     pool=None,
