@@ -15,6 +15,8 @@ import millstream as ms
 from millstream._torch.distributed.fake_group import among_fake_processes
 from millstream.api import executables
 from millstream.cost import KernelCost, Link, Rate, Roofline
+from millstream.engine import OneOfMany, build
+from millstream.engine.arena import Arena
 from millstream.engine.cpu import placed_cpu as placed
 from millstream.engine.cpu.worker_pool import worker_pool
 from millstream.errors import ArgumentError, FallbackWarning
@@ -22,6 +24,7 @@ from millstream.graph import CHOSEN, Role
 from millstream.placement import search
 from millstream.schedule import assign_offsets
 from millstream.schedule.choose import Rules
+from millstream.settings import Settings
 from tests import networks
 
 pytestmark = pytest.mark.usefixtures("lowered_once")
@@ -108,6 +111,12 @@ def train(**settings):
     return step, torch.utils._pytree.tree_leaves(results)
 
 
+def even_costs(self, *_):
+    """And not what the machine's load has made of them."""
+    graph = self.lowered.program.graph
+    return replace(Roofline().estimate(graph), kernels=tuple(KernelCost(100_000) for _ in graph.kernels))
+
+
 def is_the_same(ours, theirs):
     return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
@@ -116,10 +125,6 @@ def is_the_same(ours, theirs):
     ("engine", "devices"), [("serial", DEVICES), ("threads", DEVICES), ("threads", ["cpu:0", "cpu:1", "cpu:2"])]
 )
 def test_steps_give_the_bits_of_one_device(engine, devices, monkeypatch):
-    def even_costs(self, *_):  # and not what the machine's load has made of them
-        graph = self.lowered.program.graph
-        return replace(Roofline().estimate(graph), kernels=tuple(KernelCost(100_000) for _ in graph.kernels))
-
     monkeypatch.setattr(placed.PlacedOnCpu, "_find_costs", even_costs)
     _, expected = train(engine=engine)
     step, found = train(engine=engine, devices=devices)
@@ -205,6 +210,20 @@ def test_what_does_not_fit_on_one_device_runs_on_two():
     assert is_the_same(found, expected), "one device is enough, whatever is found for two"
     with pytest.raises(ArgumentError, match="too small"):
         train_branches(devices=DEVICES, memory=64)
+
+
+@torch.no_grad()
+def test_another_size_takes_the_plan_of_one_device(monkeypatch):
+    monkeypatch.setattr(placed.PlacedOnCpu, "_find_costs", even_costs)
+    compiled = ms.compile(Branches(), engine="threads", devices=DEVICES, strict=True)
+    for _ in range(4):
+        compiled(torch.randn(8, 64))
+    (placed_one,) = executables(compiled)
+    assert placed_one.num_streams > 1
+    assert sorted(placed_one.plan.graph.devices) == DEVICES
+    settings, many = Settings.of(devices=DEVICES), OneOfMany(Arena(), placed_one)
+    again = build(placed_one.lowered, settings, one_of_many=many)  # which checks its plan
+    assert again.one.plan.graph is placed_one.lowered.program.graph
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.cuda.placed_gpus import PlacedOnGpus
 from millstream.engine.cuda.plan_devices import room_on
 from millstream.engine.engine import Engine
+from millstream.engine.placed.placed_engine import PlacedEngine
 from millstream.engine.serial_engine import SerialEngine
 from millstream.engine.streams_engine import StreamsEngine
 from millstream.errors import ArgumentError, DeviceError
@@ -75,8 +76,10 @@ def build(
     scheduling = with_environment(settings.scheduling)
     if settings.devices and not lowered.program.does_nothing:
         own = replace(settings, devices=())
-        pair = family or ProgramPair()
-        alone = functools.partial(build, lowered, own, family=pair, one_of_many=one_of_many, warn=warn)
+        pair, many = family or ProgramPair(), one_of_many
+        if many is not None and isinstance(many.like, PlacedEngine):
+            many = replace(many, like=many.like.one)  # its plan may be for a graph with copies
+        alone = functools.partial(build, lowered, own, family=pair, one_of_many=many, warn=warn)
         return _build_placed(lowered, settings, engine, scheduling, alone, warn, pair)
     plan = plan_serial(lowered.program.graph)
     budget = scheduling.budget_bytes(plan)
