@@ -18,14 +18,17 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._inductor import fx_utils, lowering
+from torch._inductor import config, fx_utils, graph, ir, lowering
 from torch._inductor.codegen import cpp
 from torch._inductor.codegen.cpp import CppVecKernel
+from torch._inductor.codegen.triton import TritonScheduling
+from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import tree_leaves
 
 from millstream._torch.workarounds import is_off, replaced
 
@@ -49,6 +52,11 @@ def shortcuts() -> Iterator[None]:
     - Whether two nodes may be fused is asked of sets of what they read and write, which are put together one item at a
       time, each hashed again, its expressions included: hundreds of items for each node that may join an optimizer's
       kernel. Here an item, which never changes, is hashed once, and sets become one as dictionaries do.
+
+    - Of what is computed from items of a list, each item is noted to come from all nodes of the graph that any of them
+      comes from. These sets, too, are put together at once.
+    - The dtype of a result is asked of tensors that are made for that; it depends on dtypes and numbers of dimensions.
+    - Comments on launches are written into a wrapper that has none.
 
     Not for several threads at once: Inductor itself compiles under one lock.
     """
@@ -87,6 +95,8 @@ def shortcuts() -> Iterator[None]:
     with (
         _asking_once(),
         _quick_sets(),
+        _promoting_once(),
+        _without_comments(),
         replaced(MemoryDep, "__hash__", hash_once),
         replaced(fx_utils, "get_fake_args_kwargs", find_if_looked_at),
         replaced(DtypePropagationOpsHandler, "__init__", lambda self: None),
@@ -115,7 +125,61 @@ def _quick_sets() -> Iterator[None]:
     with (
         replaced(OrderedSet, "__or__", unite_at_once),
         replaced(OrderedSet, "__and__", intersect_at_once),
+        replaced(graph, "gather_origins", _gather_origins),
     ):
+        yield
+
+
+_REALIZED = (ir.ComputedBuffer, ir.InputsKernel, ir.InputBuffer, ir.TemplateBuffer)
+
+
+def _gather_origins(args: Any, kwargs: Any) -> Any:
+    """Return the nodes that unrealized arguments come from, as Inductor's function of this name does."""
+    found: dict[Any, None] = {}
+    for value in (*tree_leaves(args), *tree_leaves(kwargs)):
+        inner = value
+        while isinstance(inner, (ir.TensorBox, ir.StorageBox)):
+            inner = inner.data
+        if isinstance(inner, ir.IRNode) and not isinstance(inner, _REALIZED):
+            origins = value.origins
+            found.update(origins._dict if type(origins) is OrderedSet else dict.fromkeys(origins))
+    return OrderedSet._from_dict(found)
+
+
+@contextlib.contextmanager
+def _promoting_once() -> Iterator[None]:
+    """Let Inductor ask once for the dtype of what is computed from some dtypes."""
+    promote = lowering.get_promoted_dtype
+    known: dict[Any, torch.dtype] = {}
+
+    def promote_once(*args: Any, **kwargs: Any) -> torch.dtype:
+        kinds: list[Any] = []
+        for value in args:
+            if isinstance(value, ir.IRNode):
+                kinds.append((value.get_dtype(), len(value.get_size())))
+            elif type(value) in (bool, int, float, complex):
+                kinds.append((type(value), 0))
+            else:
+                return promote(*args, **kwargs)
+        key = torch.get_default_dtype(), *kinds, *kwargs.items()
+        if key not in known:
+            known[key] = promote(*args, **kwargs)
+        return known[key]
+
+    with replaced(lowering, "get_promoted_dtype", promote_once):
+        yield
+
+
+@contextlib.contextmanager
+def _without_comments() -> Iterator[None]:
+    """Let Inductor write no comments where its wrapper drops them."""
+    comment = TritonScheduling.codegen_comment
+
+    def comment_if_kept(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(V.graph.wrapper_code, WrapperFxCodegen) or config.trace.provenance_tracking_level:
+            comment(self, *args, **kwargs)
+
+    with replaced(TritonScheduling, "codegen_comment", comment_if_kept):
         yield
 
 
