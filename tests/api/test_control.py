@@ -105,6 +105,20 @@ def test_loops_turn_as_often_as_their_values_say():
             assert all(result.data_ptr() != x.data_ptr() for result in results)
 
 
+@torch.no_grad()
+def test_operands_lie_as_the_functions_were_compiled_for():
+    def function(x, w):
+        rows = x.relu().transpose(0, 1).contiguous()  # TorchInductor may lay out otherwise what it computes
+        column = (w * 2).t().contiguous()
+        last, stacked = scan(lambda carry, row: (carry @ column + row, row * 2), rows[0] * 0, rows)
+        return torch.cond(x.sum() > 0, lambda a, b: a + b, lambda a, b: a.sin() * b, (last @ column, column)), stacked
+
+    given = tensors((4, 5, 4), (4, 4))
+    compiled = ms.compile(function, engine="serial", strict=True)
+    for ours, theirs in zip(compiled(*given), function(*given), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def in_python(x, w, end):
     a, b = x, x * 0
     for _ in range(end):

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.check import check_plan
 from millstream.engine.arena import bind_arena
 from millstream.engine.checked import wanted_check
@@ -82,8 +83,14 @@ def places_of_slices(control: Control) -> dict[int, str]:
     found: dict[int, str] = {}
     for body in control.bodies if control.num_sliced else ():
         stacks = enumerate(control.results[control.num_carried :], control.num_carried)
-        found |= places_of(body, {place: (each.size[1:], each.stride[1:], each.dtype) for place, each in stacks})
+        rows = {place: (each.size[1:], each.stride[1:], each.dtype) for place, each in stacks if _are_aligned(each)}
+        found |= places_of(body, rows)
     return found
+
+
+def _are_aligned(stack: TensorLayout) -> bool:
+    """Whether every slice begins where a kernel on its device may take a tensor of its own to begin."""
+    return stack.device.type == "cpu" or stack.stride[0] * stack.dtype.itemsize % ALIGNMENT_BYTES == 0
 
 
 def places_of(body: Body, wanted: Mapping[int, tuple[Any, ...]]) -> dict[int, str]:

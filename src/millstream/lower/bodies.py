@@ -85,13 +85,16 @@ def _replace(gm: fx.GraphModule, node: fx.Node, lower: Lower, *, is_backward: bo
         num_carried,
         num_sliced,
         turns,
+        tuple(given),
         tuple(results),
     )
     if is_backward and control.draws:
         raise _refusal(flow, node, "draws random numbers, which PyTorch draws again in the backward pass")
     with gm.graph.inserting_before(node):
         new = gm.graph.call_function(CONTROL, (operands, register(control)))
-    new.meta = {**node.meta, "val": tree_leaves(node.meta["val"])}
+    values = [each.meta["val"] if isinstance(each, fx.Node) else each for each in operands]
+    # Inductor may lay out what it computes anew, but for operators that say how they are given it, and by this name.
+    new.meta = {**node.meta, "val": tree_leaves(node.meta["val"]), "eager_input_vals": ((values, 0), {})}
     node.replace_all_uses_with(new)
     gm.graph.erase_node(node)
     return control

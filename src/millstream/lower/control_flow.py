@@ -67,6 +67,7 @@ class Control:
         num_carried: Of a loop: so many of its first tensors have other values in each turn.
         num_sliced: Of a scan or map: so many of the tensors after these are given to the body slice by slice.
         turns: How often the body runs; 0 where values decide.
+        given: How the tensors lie in memory that it is given.
         results: How they lie in memory.
     """
 
@@ -75,6 +76,7 @@ class Control:
     num_carried: int
     num_sliced: int
     turns: int
+    given: tuple[TensorLayout, ...]
     results: tuple[TensorLayout, ...]
 
     def __call__(self, *_: Any) -> NoReturn:
@@ -129,7 +131,7 @@ _controls: WeakValueDictionary[int, Control] = WeakValueDictionary()
 _numbers = itertools.count()
 
 _library = torch.library.Library("millstream", "FRAGMENT")
-_library.define("control(Tensor[] tensors, int number) -> Tensor[]")
+_library.define("control(Tensor[] tensors, int number) -> Tensor[]", tags=(torch.Tag.needs_exact_strides,))
 
 CONTROL = torch.ops.millstream.control.default
 """``control(tensors, number)``: what the control flow of this number makes of tensors."""

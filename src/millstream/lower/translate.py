@@ -288,6 +288,12 @@ class _Translator:
 
     def _add_control(self, node: torch.fx.Node) -> None:
         control = control_of(node.args)
+        given: Any = node.args[0]
+        for each, wanted in zip(given, control.given, strict=True):
+            value = each.meta["val"]
+            lies = zip(value.shape, value.stride(), wanted.stride, strict=True)
+            if any(size > 1 and one != other for size, one, other in lies):
+                raise LoweringError(f"{each.name} does not lie as {control.flow} reads it.", construct=control.flow)
         reads, writes = self._accesses(node, draws=control.draws)
         self._leave_empty(reads)
         origins = node.meta.get("origins", ())

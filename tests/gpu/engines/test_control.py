@@ -148,6 +148,19 @@ def test_steps_are_trained_as_in_eager():
 
 
 @torch.no_grad()
+def test_slices_need_not_be_aligned():
+    def function(x):
+        rows = x.relu().transpose(0, 1).contiguous()  # TorchInductor may lay out otherwise what it computes
+        return scan(lambda carry, row: (carry * 0.5 + row, (row * 2).sin()), rows[0] * 0, rows)
+
+    x = torch.randn(3, 7, 5, device="cuda")
+    compiled = ms.compile(function, strict=True)
+    for _ in range(3):
+        assert_close(compiled(x), function(x))
+    assert_one_graph(compiled)
+
+
+@torch.no_grad()
 def test_long_scans_are_one_graph():
     x, w = tensors((2_000, 16, 32), (32, 32))
 
