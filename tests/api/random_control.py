@@ -113,6 +113,8 @@ class Program:
             lambda a, b: (a - a.mean(0)) * scale,
             lambda a, b: a * torch.tensor([1.0, scale, -1.0, 0.5], dtype=a.dtype, device=a.device) + b,
             self.local_writes(scale),
+            lambda a, b: (a.t() * scale).contiguous().t() + b,
+            lambda a, b: torch.stack([a, b], 1).sin().transpose(0, 1).contiguous()[0] + b,
         ]
         if self.draws:
             kinds += [lambda a, b: a + torch.rand_like(b), lambda a, b: torch.dropout(a, 0.5, True) - b]
@@ -178,13 +180,15 @@ class Program:
 
     def scan(self, depth, within):
         turn, length, is_reverse = self.make(depth, within), self.rng.randint(1, 4), self.rng.random() < 0.3
+        is_across = self.rng.random() < 0.5  # whether slices are copied from what lies across them
 
         def run(a, b):
             def combine(carry, x):
                 new = torch.tanh(turn(carry, x))
                 return new, new * 2
 
-            slices = torch.stack([b * (i + 1) for i in range(length)])
+            slices = torch.stack([b * (i + 1) for i in range(length)], 1 if is_across else 0)
+            slices = slices.cos().transpose(0, 1).contiguous() if is_across else slices
             last, rows = self.flow.scan(combine, a, slices, reverse=is_reverse)
             return last + rows.sum(0)
 

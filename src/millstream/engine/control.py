@@ -144,13 +144,15 @@ class CompiledBody(ForkSafeLock):
         return results
 
     def rehearse(self) -> None:
-        """Run it on zeros, unless this thread has run it."""
+        """Run it on zeros, unless this thread has run it; random generators stay as they are."""
         if getattr(self._thread, "ran", False):
             return
         layouts = [*self._body.given, *(self._body.program.layouts[name] for name in self._placed)]
+        devices = {layout.device for layout in layouts if layout.device.type == "cuda"}
         _rehearsal.is_on = True
         try:
-            self([empty(layout).zero_() for layout in layouts])
+            with torch.random.fork_rng(devices):
+                self([empty(layout).zero_() for layout in layouts])
         finally:
             _rehearsal.is_on = False
 

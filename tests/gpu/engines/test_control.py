@@ -197,6 +197,26 @@ def test_what_draws_random_numbers_is_decided_on_the_host():
 
 
 @torch.no_grad()
+def test_scans_draw_in_a_graph():
+    def draw(x):
+        def turn(carry, row):
+            new = torch.dropout(carry + row, 0.5, True)
+            return new, new * torch.rand_like(row)
+
+        return scan(turn, x[0] * 0, x)
+
+    x = torch.rand(4, 6, device="cuda")
+    compiled = ms.compile(draw, strict=True, options={"fallback_random": True})
+    for seed in range(4):
+        runs = []
+        for call in (draw, compiled):
+            torch.manual_seed(seed)
+            runs.append([call(x), torch.cuda.get_rng_state()])
+        assert_close(*runs)
+    assert_one_graph(compiled)
+
+
+@torch.no_grad()
 @pytest.mark.skipif(not WRITES, reason="PyTorch refuses it")
 @pytest.mark.parametrize("wrap", [ms.step, ms.compile])
 def test_functions_write_tensors(wrap):

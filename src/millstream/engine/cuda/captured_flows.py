@@ -30,20 +30,34 @@ from millstream.program import Program, TensorLayout
 
 def why_not_captured(control: Control) -> str:
     """Say in a few words why control flow cannot be a part of a CUDA graph; empty when it can."""
-    if control.draws:
+    if _may_draw(control):
         return "draws random numbers, and a graph must know how many it draws"
     reason = why_not_conditional() if _depth(control) else ""
     return f"is decided on the host: {reason}" if reason else ""
 
 
+_DECIDED = frozenset({Flow.COND, Flow.WHILE_LOOP})  # what values decide
+
+
+def _may_draw(control: Control) -> bool:
+    """Whether values decide how many random numbers are drawn."""
+    if control.flow in _DECIDED:
+        return control.draws
+    return any(_may_draw(each) for body in control.bodies for each in _flows_in(body.program))
+
+
 def _depth(control: Control) -> int:
     """How many decisions lie within one another."""
     inner = max((_depth_of(body.program) for body in control.bodies), default=0)
-    return inner + (control.flow in (Flow.COND, Flow.WHILE_LOOP))
+    return inner + (control.flow in _DECIDED)
 
 
 def _depth_of(program: Program) -> int:
-    return max((_depth(call.target) for call in program.calls if isinstance(call.target, Control)), default=0)
+    return max(map(_depth, _flows_in(program)), default=0)
+
+
+def _flows_in(program: Program) -> list[Control]:
+    return [call.target for call in program.calls if isinstance(call.target, Control)]
 
 
 class CapturedFlows:
