@@ -113,7 +113,7 @@ class Program:
             lambda a, b: (a - a.mean(0)) * scale,
             lambda a, b: a * torch.tensor([1.0, scale, -1.0, 0.5], dtype=a.dtype, device=a.device) + b,
             self.local_writes(scale),
-            lambda a, b: (a.t() * scale).contiguous().t() + b,
+            lambda a, b: b + (a.t() * scale).contiguous().t(),
             lambda a, b: torch.stack([a, b], 1).sin().transpose(0, 1).contiguous()[0] + b,
         ]
         if self.draws:

@@ -73,6 +73,19 @@ def test_values_and_gradients_are_those_of_eager(engine):
     assert_as_eager(all_three, engine)
 
 
+def test_gradients_that_are_expanded_are_carried():
+    def step(x, w):
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        last, _ = scan(lambda carry, row: ((new := (carry @ w + row).softmax(0)), new * 2), x[0] * 0, x)
+        return torch.autograd.grad(last.sum(-1).square().sum(), (x, w))
+
+    captured = ms.step(step, engine="serial", strict=True)
+    for seed in range(2):
+        given = tensors((5, 4, 4), (4, 4), seed=seed)
+        for ours, theirs in zip(captured(*given), step(*given), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def assert_as_eager(function, engine="serial"):
     compiled = ms.compile(function, engine=engine, strict=True)
     for seed in range(3):  # either way

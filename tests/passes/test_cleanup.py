@@ -90,13 +90,16 @@ def test_a_transfer_stays_if_the_host_needs_the_argument_or_the_copy_is_written(
 
 def test_constants_of_functions_move_before_they_are_handed_in():
     def yes(x):
-        return x * torch.tensor([1.0, 2.0]).detach().to("meta", torch.float64)
+        y = x * torch.tensor([1.0, 2.0]).detach().to("meta", torch.float64)
+        y[0] = torch.tensor(3.0, dtype=torch.float64)
+        return y
 
     gm = trace(lambda x: [torch.cond(x.sum() > 0, yes, lambda x: x + 1, (x,))], torch.ones(2, device="meta").double())
     make_bodies_pure(gm)
     held = [getattr(gm, node.target) for node in gm.graph.find_nodes(op="get_attr")]
-    (constant,) = [each for each in held if isinstance(each, torch.Tensor)]
-    assert (constant.device.type, constant.dtype) == ("meta", torch.float64)
+    constants = [each for each in held if isinstance(each, torch.Tensor)]
+    assert [(each.device.type, each.dtype) for each in constants] == [("meta", torch.float64)] * 2
+    assert {each.meta["val"].device.type for each in gm.true_graph_0.graph.find_nodes(op="placeholder")} == {"meta"}
     assert aten._to_copy.default not in targets(gm.true_graph_0)
 
 

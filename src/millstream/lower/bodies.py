@@ -78,7 +78,7 @@ def _replace(gm: fx.GraphModule, node: fx.Node, lower: Lower, *, is_backward: bo
     first = 1 if flow is Flow.COND else 0  # what decides is not given to the bodies
     parts = [*given[first:]]
     parts[num_carried : num_carried + num_sliced] = map(_slice_of, parts[num_carried : num_carried + num_sliced])
-    made = [_body(gm, each, flow, node, lower) for each in bodies]
+    made = [_body(gm, each, flow, node, num_carried, lower) for each in bodies]
     control = Control(
         flow,
         tuple(_fitted(body, parts, results, num_carried, flow, number) for number, body in enumerate(made)),
@@ -118,11 +118,16 @@ def _parts(flow: Flow, node: fx.Node) -> tuple[list[fx.Node], list[Any], int, in
             return [body], [*sliced, *others], 0, len(sliced)
 
 
-def _body(gm: fx.GraphModule, attribute: fx.Node, flow: Flow, node: fx.Node, lower: Lower) -> Body:
+def _body(gm: fx.GraphModule, attribute: fx.Node, flow: Flow, node: fx.Node, num_carried: int, lower: Lower) -> Body:
     """A function of an operator's, as far as it can be told from itself."""
     module = getattr(gm, str(attribute.target))
     graph = copy.deepcopy(module.graph)
-    inputs = [each.meta.get("val") for each in graph.find_nodes(op="placeholder")]
+    placeholders = graph.find_nodes(op="placeholder")
+    for each in placeholders[:num_carried]:  # what a turn returns does not share memory between elements
+        layout = _layout(each.meta.get("val"), flow, node)
+        if (apart := _apart(layout)) != layout:
+            each.meta["val"] = each.meta["val"].new_empty_strided(apart.size, apart.stride)
+    inputs = [each.meta.get("val") for each in placeholders]
     given = tuple(_layout(each, flow, node) for each in inputs)
     output = next(iter(reversed(graph.nodes)))
     leaves = tree_leaves(output.args)

@@ -57,11 +57,16 @@ def _hand_constants_in(gm: fx.GraphModule, node: fx.Node, bodies: Sequence[fx.Gr
             constant = getattr(body, str(each.target))
             if not isinstance(constant, Tensor):
                 continue
+            user = next(iter(each.users))
+            value = user.meta.get("val")
+            elsewhere = _elsewhere(node) if constant.dim() == 0 and constant.device.type == "cpu" else None
+            if elsewhere is not None and isinstance(value, Tensor):  # a number, which operators take from any device
+                constant, value = constant.to(elsewhere), value.to(elsewhere)
             name = f"_of_{node.name}_{len(gm._buffers)}"
             gm.register_buffer(name, constant)
             with gm.graph.inserting_before(node):
                 operand = gm.graph.call_function(_LIFT, (gm.graph.get_attr(name),))
-            operand.meta.update(next(iter(each.users)).meta)
+            operand.meta.update({**user.meta, "val": value})
             *args, others = node.args
             node.args = (*args, (*others, operand))  # type: ignore[misc]
             for other in bodies:
@@ -69,6 +74,13 @@ def _hand_constants_in(gm: fx.GraphModule, node: fx.Node, bodies: Sequence[fx.Gr
                 if other is body:
                     each.replace_all_uses_with(new)
             body.graph.erase_node(each)
+
+
+def _elsewhere(node: fx.Node) -> torch.device | None:
+    """The device of what control flow is given, if that is not the host."""
+    values = [each.meta.get("val") for each in node.all_input_nodes]
+    devices = {each.device for each in values if isinstance(each, Tensor) and each.device.type != "cpu"}
+    return devices.pop() if len(devices) == 1 else None
 
 
 def _added_input(graph: fx.Graph, like: fx.Node) -> fx.Node:
