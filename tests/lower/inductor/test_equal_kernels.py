@@ -136,6 +136,12 @@ def written_in_the_same_kernel(x, y, weight):
     return early, late, late.mT.contiguous(), early.mT.contiguous()
 
 
+def in_one_buffer(x, y, weight):
+    """Of parts of one buffer, some do not begin where the memory is aligned."""
+    parts = [(value @ weight).sum(0)[:30] for value in (x, y, weight, x + y)]
+    return torch.cat(parts), torch.stack([part.sum() for part in parts])
+
+
 def in_lists(x, y, weight):
     """An optimizer's step: on a GPU one kernel has a part for each item of a list."""
     values = [x, y, weight, *(each[:number] for number, each in enumerate([x, y, weight], 3))]
@@ -149,7 +155,7 @@ def in_lists(x, y, weight):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "function",
-    [needed_elsewhere, overwritten, of_another_dtype, written_in_the_same_kernel, in_lists],
+    [needed_elsewhere, overwritten, of_another_dtype, written_in_the_same_kernel, in_one_buffer, in_lists],
     ids=lambda f: f.__name__,
 )
 def test_what_becomes_of_a_buffer_counts(device, function):
@@ -191,6 +197,44 @@ def random_function(seed):
 @pytest.mark.parametrize("seed", [*range(FIRST, FIRST + FUZZ), WRONG_ONCE])
 def test_random_programs_are_written_to_the_letter(seed, device):
     alone, once = both_texts(*random_function(seed), device)
+    assert alone == once
+
+
+def random_lists(seed):
+    """A function of tensors that does random operations on lists of them, and on single items in between."""
+    choose = random.Random(seed)
+    unary = [torch._foreach_sqrt, torch._foreach_neg, torch._foreach_exp, lambda x: torch._foreach_mul(x, 0.5)]
+    binary = [torch._foreach_add, torch._foreach_mul, torch._foreach_sub, torch._foreach_maximum]
+    binary += [lambda x, y: torch._foreach_lerp(x, y, 0.1), lambda x, y: torch._foreach_addcmul(x, y, y, value=2)]
+    shapes = [choose.choice([(8, 8), (4, 16), (33,), (2, 3, 5), (64,)]) for _ in range(choose.choice([3, 6, 12]))]
+    dtypes = [choose.choice([torch.float32] * 3 + [torch.bfloat16]) for _ in shapes]
+    program = [(choose.random(), choose.random(), choose.random(), choose.random()) for _ in range(6)]
+    is_in_place, is_turned = choose.random() < 0.5, choose.random() < 0.3
+
+    def function(*inputs):
+        lists = [
+            [*inputs],
+            [x.sin() if at % 2 or x.dim() != 2 else x.mT.contiguous().mT for at, x in enumerate(inputs)],
+        ]
+        for kind, which, first, second in program:
+            x, y = (lists[int(place * len(lists))] for place in (first, second))
+            kinds = unary if kind < 0.3 else binary
+            values = [*kinds[int(which * len(kinds))](*([x] if kinds is unary else [x, y]))]
+            if kind > 0.9:
+                values[0] = values[0] * values[-1].mean()
+            lists.append(values)
+        if is_in_place:
+            torch._foreach_copy_([*inputs], lists[-1])
+            inputs[0].mul_(inputs[0].amax())
+        kept = [lists[-1], lists[len(lists) // 2]]
+        return [x.mT.contiguous() if is_turned and x.dim() == 2 else x for values in kept for x in values]
+
+    return function, [torch.ones(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + FUZZ))
+def test_random_lists_are_written_to_the_letter(seed):
+    alone, once = both_texts(*random_lists(seed), "cuda")
     assert alone == once
 
 

@@ -261,4 +261,6 @@ def _layout(buffer: Any, names: BufferNumbers) -> Hashable:
     if not isinstance(layout, ir.Layout):
         return type(layout).__name__, str(layout)
     where = tuple(map(sympy.sympify, (*layout.size, *layout.stride, layout.offset)))
-    return type(layout).__name__, str(layout.device), layout.dtype, where, target
+    # Of a part of another buffer, the offset is not in its own layout; kernels are told whether it is aligned there.
+    is_aligned = layout.maybe_guard_aligned() if isinstance(layout, ir.NonOwningLayout) else None
+    return type(layout).__name__, str(layout.device), layout.dtype, where, target, is_aligned
