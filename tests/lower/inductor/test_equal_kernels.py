@@ -16,7 +16,7 @@ from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.triton import TritonKernel
 
 import millstream as ms
-from millstream.lower.inductor import equal_kernels
+from millstream.lower.inductor import equal_kernels, equal_parts
 from millstream.lower.inductor.cpp_kernels import CppKernels
 from millstream.lower.inductor.shortcuts import shortcuts
 from tests import networks
@@ -34,17 +34,18 @@ def taken(monkeypatch):
     """How many kernels have been taken again, by the language that they are in."""
     counts = {"cpu": 0, "cuda": 0}
 
-    def count(name, device):
-        take = getattr(equal_kernels, name)
+    def count(module, name, device):
+        take = getattr(module, name)
 
         def take_and_count(*args):
             counts[device] += 1
             return take(*args)
 
-        monkeypatch.setattr(equal_kernels, name, take_and_count)
+        monkeypatch.setattr(module, name, take_and_count)
 
-    count("_take_cpp", "cpu")
-    count("_take_triton", "cuda")
+    count(equal_kernels, "_take_cpp", "cpu")
+    count(equal_kernels, "_take_triton", "cuda")
+    count(equal_parts, "_take_part", "cuda")
     return counts
 
 
@@ -87,6 +88,12 @@ def test_equal_kernels_are_written_to_the_letter(device, taken):
     alone, once = both_texts(network, network_inputs(), device)
     assert alone == once
     assert taken[device] >= 4
+
+
+def test_equal_parts_of_one_kernel_are_taken(taken):
+    alone, once = both_texts(in_lists, [torch.ones(32, 32) for _ in range(3)], "cuda")
+    assert alone == once
+    assert taken["cuda"] >= 2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,12 +5,14 @@ Private APIs of Inductor's code generation; tried on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import sympy
-from torch._inductor.codegen.common import REMOVED, KernelArgs
+from torch._inductor.codegen.common import REMOVED, DeferredLine, KernelArgs, is_buffer_removed
 
 from millstream.lower.inductor.forms import BufferNumbers
 
@@ -128,3 +130,98 @@ def inner_names(args: KernelArgs) -> Iterator[tuple[str, str, str]]:
     for name, buffer in args.inplace_buffers.items():
         if buffer is not REMOVED:
             yield "in place", buffer.inner_name, name  # pyrefly: ignore[missing-attribute]
+
+
+# --- lines of code ---
+
+
+Part = str | tuple[str, int]
+"""Text, or the kind of a name, and the number of the buffer."""
+Line = tuple[tuple[Part, ...], int | None]
+"""Its parts, and the number of the buffer that it is for, if it is left out where nothing needs that."""
+
+_NONE: Mapping[str, int] = MappingProxyType({})
+
+_INNER = re.compile(r"\b((?:in_out_ptr|in_ptr|out_ptr|seed)\d+)\b")
+"""What kernels call buffers."""
+
+_OFFSET = re.compile(r"(\[static_cast<int64_t>\()(\d+)(?=L\)\])")
+"""What comes after the name of a buffer of which one element is read: its place."""
+
+
+def read_lines(
+    lines: Sequence[Any], args: KernelArgs, names: BufferNumbers, variables: Mapping[str, int] = _NONE
+) -> Iterator[Line]:
+    """Yield lines of code, without those that are left out.
+
+    Args:
+        lines: Of a kernel.
+        args: Its arguments.
+        names: Numbers for its buffers.
+        variables: For each letter or word with which names of variables begin: the first number after it.
+
+    Raises:
+        KeyError: There is something in them that cannot be written for other buffers.
+    """
+    number = names.number
+    outer = {inner: (kind, name) for kind, inner, name in inner_names(args)}
+    words = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in number))
+    for line in lines:
+        condition, text = (line.name, line.line) if type(line) is DeferredLine else (None, line)
+        if condition is not None and is_buffer_removed(condition):
+            continue
+        if type(text) is not str or words.search(text):
+            raise KeyError(text)
+        before, *rest = _INNER.split(text)
+        parts: list[Part] = [*_read_variables(before, variables)]
+        for inner, after in zip(rest[::2], rest[1::2], strict=True):
+            kind, name = outer[inner]
+            parts.append((kind, number[name]))
+            if name in names.picked:
+                match = _OFFSET.match(after)
+                if match is None:
+                    raise KeyError(text)
+                parts += [match[1], ("element", names.offset[int(match[2])])]
+                after = after[match.end(2) :]
+            parts += _read_variables(after, variables)
+        yield tuple(parts), None if condition is None else number[condition]
+
+
+def _read_variables(text: str, variables: Mapping[str, int]) -> Iterator[Part]:
+    """Yield a text, apart where variables stand that are numbered.
+
+    Raises:
+        KeyError: One of them is of other code.
+    """
+    if not variables:
+        yield text
+        return
+    before, *rest = re.split(rf"\b({'|'.join(variables)})(\d+)\b", text)
+    yield before
+    for kind, number, after in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        if int(number) < variables[kind]:
+            raise KeyError(number)
+        yield from ((kind, int(number) - variables[kind]), after)
+
+
+def write_lines(
+    lines: Sequence[Line],
+    args: KernelArgs,
+    names: Sequence[str],
+    offsets: Sequence[int],
+    variables: Mapping[str, int] = _NONE,
+) -> Iterator[str | DeferredLine]:
+    """Yield them again for other buffers and variables; arguments likewise."""
+    known = {(kind, name): inner for kind, inner, name in inner_names(args)}
+
+    def write(part: Part) -> str:
+        if isinstance(part, str):
+            return part
+        kind, number = part
+        if kind in variables:
+            return f"{kind}{variables[kind] + number}"
+        return str(offsets[number]) if kind == "element" else known[kind, names[number]]
+
+    for parts, condition in lines:
+        text = "".join(map(write, parts))
+        yield text if condition is None else DeferredLine(names[condition], text)

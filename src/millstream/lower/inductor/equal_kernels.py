@@ -22,7 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch._inductor import config
-from torch._inductor.codegen.common import DeferredLine, KernelArgs, is_buffer_removed
+from torch._inductor.codegen.common import KernelArgs
 from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode
 from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.triton import TritonKernel
@@ -32,14 +32,19 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from millstream._torch.workarounds import is_off, replaced
-from millstream.lower.inductor.bindings import Bound, NotedArguments, arguments_form, bind, inner_names
+from millstream.lower.inductor.bindings import (
+    Bound,
+    Line,
+    NotedArguments,
+    Part,
+    arguments_form,
+    bind,
+    inner_names,
+    read_lines,
+    write_lines,
+)
+from millstream.lower.inductor.equal_parts import SETS, TritonParts, state_of
 from millstream.lower.inductor.forms import BufferNumbers, form_of, indices_form
-
-_INNER = re.compile(r"\b((?:in_out_ptr|in_ptr|out_ptr|seed)\d+)\b")
-"""What kernels call buffers."""
-
-_OFFSET = re.compile(r"(\[static_cast<int64_t>\()(\d+)(?=L\)\])")
-"""What comes after the name of a buffer of which one element is read: its place."""
 
 
 @contextlib.contextmanager
@@ -54,7 +59,7 @@ def equal_kernels() -> Iterator[None]:
     def write_once(self: Any, node: Any) -> None:
         _write_cpp(self, node, graphs.setdefault(self.scheduler, {}), write)
 
-    triton = _TritonKernels()
+    triton = _TritonKernels(TritonParts())
     with (
         replaced(CppScheduling, "codegen_node", write_once),
         replaced(SIMDScheduling, "codegen_node_schedule", triton.write_whole),
@@ -65,10 +70,6 @@ def equal_kernels() -> Iterator[None]:
 
 
 # --- C++ ---
-
-
-_Part = str | tuple[str, int]  # text, or the kind of a name, and the number of the buffer
-_Line = tuple[tuple[_Part, ...], int | None]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class _CppCode:
     """
 
     bound: Bound
-    lines: tuple[_Line, ...]
+    lines: tuple[Line, ...]
     order: tuple[int, ...]
     allocated: tuple[int, ...]
     placed: tuple[int, ...]
@@ -163,7 +164,7 @@ class _CppNoting:
         try:
             return _CppCode(
                 self._args.end(names),
-                tuple(_read_lines(group.loops_code._lines[self._line :], group.args, names)),
+                tuple(read_lines(group.loops_code._lines[self._line :], group.args, names)),
                 tuple(place[id(node)] for node in group.scheduled_nodes[self._num_nodes :]),
                 tuple(number[_allocated(line)] for line in graph.wrapper_code.lines[self._call :]),
                 tuple(number[name] for name in graph.wrapper_code.allocated if name not in self._placed),
@@ -188,52 +189,6 @@ def _allocated(line: Any) -> str:
     return (line.node if type(line) is AllocateLine else line.reused_as).get_name()  # type: ignore[no-any-return]
 
 
-def _read_lines(lines: Sequence[Any], args: KernelArgs, names: BufferNumbers) -> Iterator[_Line]:
-    """Lines of code, without those that are left out.
-
-    Raises:
-        KeyError: There is something in them that cannot be written for other buffers.
-    """
-    number = names.number
-    outer = {inner: (kind, name) for kind, inner, name in inner_names(args)}
-    words = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in number))
-    for line in lines:
-        condition, text = (line.name, line.line) if type(line) is DeferredLine else (None, line)
-        if condition is not None and is_buffer_removed(condition):
-            continue
-        if type(text) is not str or words.search(text):
-            raise KeyError(text)
-        before, *rest = _INNER.split(text)
-        parts: list[_Part] = [before]
-        for inner, after in zip(rest[::2], rest[1::2], strict=True):
-            kind, name = outer[inner]
-            parts.append((kind, number[name]))
-            if name in names.picked:
-                match = _OFFSET.match(after)
-                if match is None:
-                    raise KeyError(text)
-                parts += [match[1], ("element", names.offset[int(match[2])])]
-                after = after[match.end(2) :]
-            parts.append(after)
-        yield tuple(parts), None if condition is None else number[condition]
-
-
-def _write_lines(
-    lines: Sequence[_Line], args: KernelArgs, names: Sequence[str], offsets: Sequence[int]
-) -> Iterator[str | DeferredLine]:
-    known = {(kind, name): inner for kind, inner, name in inner_names(args)}
-
-    def write(part: _Part) -> str:
-        if isinstance(part, str):
-            return part
-        kind, number = part
-        return str(offsets[number]) if kind == "element" else known[kind, names[number]]
-
-    for parts, condition in lines:
-        text = "".join(map(write, parts))
-        yield text if condition is None else DeferredLine(names[condition], text)
-
-
 def _take_cpp(
     scheduling: Any, nodes: Sequence[Any], code: _CppCode, names: Sequence[str], offsets: Sequence[int]
 ) -> None:
@@ -256,7 +211,7 @@ def _take_cpp(
     if code.threads is not None:
         ws.parallel(code.threads)
     del text._lines[num_lines:]
-    text._lines += _write_lines(code.lines, group.args, names, offsets)
+    text._lines += write_lines(code.lines, group.args, names, offsets)
     text._indent = code.indent
     group.scheduled_nodes += [nodes[at] for at in code.order]
     if scheduling._get_scheduled_num_args() > CppScheduling.MAX_FUSED_KERNEL_ARGS_NUM:
@@ -278,21 +233,18 @@ class _TritonCode:
     """
 
     bound: Bound
-    source: tuple[_Part, ...]
+    source: tuple[Part, ...]
     names: Mapping[str, tuple[int, ...]]
     others: Mapping[str, Any]
 
 
-_SETS = ("removed_buffers", "inplaced_to_remove", "mutations")
 _OTHERS = ("triton_meta", "inductor_meta", "num_load", "num_store", "num_reduction", "min_elem_per_thread")
-_STATE = ("numels", "tiling_scores", "persistent_reduction", "cooperative_reduction", "no_x_dim", "index_dtype")
-_MORE_STATE = ("fixed_config", "inside_reduction", "optimize_mask", "hint_override", "is_native_matmul")
 
 
 class _TritonKernels:
     """The Triton kernels of the graphs that are compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: TritonParts) -> None:
         self._known: WeakKeyDictionary[Any, dict[Hashable, _TritonCode | None]] = WeakKeyDictionary()
         self._noted: WeakKeyDictionary[Any, Callable[[str], None]] = WeakKeyDictionary()
         self._sources: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -309,7 +261,9 @@ class _TritonKernels:
                 self._is_whole = False
 
         def write_or_take(scheduling: Any, schedule: Sequence[Any], kernel: Any) -> None:
-            if not self._is_whole or type(kernel) is not TritonKernel or not self._take(schedule, kernel):
+            if type(kernel) is TritonKernel and getattr(kernel, "is_combo_kernel", False):
+                parts.write(schedule, kernel, lambda: write_loops(scheduling, schedule, kernel))
+            elif not self._is_whole or type(kernel) is not TritonKernel or not self._take(schedule, kernel):
                 write_loops(scheduling, schedule, kernel)
 
         def take_source(kernel: Any, name: str | None = None) -> str:
@@ -327,7 +281,7 @@ class _TritonKernels:
         graph: Any = V.graph
         nodes = [node for node in schedule if isinstance(node, SchedulerNode)]
         marks = tuple(nodes.index(node) if isinstance(node, SchedulerNode) else node.__name__ for node in schedule)
-        state = tuple(repr(getattr(kernel, name, None)) for name in (*_STATE, *_MORE_STATE))
+        state = state_of(kernel)
         names = BufferNumbers()
         try:
             key = form_of(nodes, names), marks, state, config.benchmark_kernel
@@ -354,13 +308,13 @@ def _note_triton(kernel: Any, source: str, arguments: NotedArguments, names: Buf
         return _TritonCode(
             arguments.end(names),
             tuple(_read_source(source, kernel.args, names)),
-            {kind: tuple(number[name] for name in getattr(kernel, kind)) for kind in _SETS},
+            {kind: tuple(number[name] for name in getattr(kernel, kind)) for kind in SETS},
             {name: copy.deepcopy(getattr(kernel, name)) for name in _OTHERS},
         )
     return None
 
 
-def _read_source(source: str, args: KernelArgs, names: BufferNumbers) -> Iterator[_Part]:
+def _read_source(source: str, args: KernelArgs, names: BufferNumbers) -> Iterator[Part]:
     """The source of a kernel, apart where places of elements stand.
 
     Raises:
