@@ -30,6 +30,7 @@ class Settings:
         options: Of TorchInductor.
         freeze: Fold parameters in as constants.
         dynamic: Whether sizes are symbolic: those that change, all, or none.
+        micro_batches: So many pieces a step's batch is divided into.
         devices: Names of those that kernels may be placed on, the user's first; empty for that, whichever it is.
 
     Raises:
@@ -45,6 +46,7 @@ class Settings:
     freeze: bool = False
     dynamic: bool | None = None
     devices: tuple[str, ...] = ()
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         if self.engine is not None and self.engine not in ENGINES:
@@ -63,11 +65,21 @@ class Settings:
             raise ArgumentError(f"options={self.options!r} is no dict; give one such as {{'max_autotune': True}}.")
         if self.options:
             check_options(self.options)
+        self._check_micro_batches()
         if self.devices:
             self._check_devices()
         if self.has_several_devices:
             # A frozen dataclass: branches that are fused into one kernel are on one device.
             object.__setattr__(self, "options", {"joint_branches": False, **(self.options or {})})
+
+    def _check_micro_batches(self) -> None:
+        if not isinstance(self.micro_batches, int) or isinstance(self.micro_batches, bool) or self.micro_batches < 1:
+            raise ArgumentError(f"micro_batches={self.micro_batches!r} is no number of pieces; give an int, 1 or more.")
+        if self.micro_batches > 1:
+            if self.dynamic:
+                raise ArgumentError("micro_batches= divides batches of known sizes; leave out dynamic=True.")
+            object.__setattr__(self, "dynamic", False)  # each size is a graph
+            object.__setattr__(self, "options", {**(self.options or {}), "micro_batches": self.micro_batches})
 
     @property
     def has_several_devices(self) -> bool:

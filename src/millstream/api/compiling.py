@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         shard_optimizer: bool
         shard_parameters: bool
         dynamic: bool | None
+        micro_batches: int
 
     class CompileSettings(CommonSettings, total=False, closed=True):
         """Arguments of ``ms.compile``."""

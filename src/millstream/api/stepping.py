@@ -65,6 +65,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
     devices: Sequence[str | torch.device] | None = None,
+    micro_batches: int = 1,
 ) -> Any:
     """Capture a whole training step, forward, backward and optimizer, as one graph of fused kernels.
 
@@ -119,6 +120,10 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         options: Options of TorchInductor, and ``own_kernels``, ``alternatives`` and ``reproducible``, as of
             ``ms.compile``.
         devices: Devices that kernels may be placed on, the user's first, as of ``ms.compile``.
+        micro_batches: So many pieces the batch is divided into along the first dimension of the arguments: forward and
+            backward pass of one after the other, gradients added in that order, and one update. Takes less memory, and
+            with ``devices=`` one device can work on a piece while another has the next. What looks across the batch, as
+            BatchNorm, forbids it.
 
     What it shares with ``ms.compile`` is told there at more length.
 
@@ -137,6 +142,7 @@ def step(  # noqa: PLR0913  all but the first by name, each with a default
         options=options,
         dynamic=dynamic,
         devices=devices,
+        micro_batches=micro_batches,
     )
     check_devices(settings.devices)
     if settings.has_several_devices and data_parallel is not False:

@@ -27,7 +27,7 @@ from millstream import progress
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import compiled_with_loops, traces_unnoticed
 from millstream._torch.workarounds import left_out
-from millstream.errors import ArgumentError, LoweringError, MillstreamError, MisreadError, did_you_mean
+from millstream.errors import ArgumentError, CaptureError, LoweringError, MillstreamError, MisreadError, did_you_mean
 from millstream.kernels import registry
 from millstream.lower import workarounds
 from millstream.lower.alternatives.variants import Choosing, Pointer, may_try, take_options, vary
@@ -52,6 +52,7 @@ from millstream.lower.pass_list import check_names
 from millstream.lower.plain import plain_forward
 from millstream.lower.segments import Segments, cut, has_collectives
 from millstream.lower.updates import updates_of
+from millstream.passes.micro_batches import split_batch
 from millstream.passes.pure_bodies import make_bodies_pure
 from millstream.signals import signals_wait
 
@@ -75,6 +76,7 @@ class Cutting:
 
 
 _OWN_OPTIONS = ("own_kernels", "alternatives", "reproducible", "joint_branches")
+_OF_STEPS = "micro_batches"  # which has made it an option
 
 
 @contextlib.contextmanager
@@ -106,7 +108,7 @@ def check_options(options: dict[str, Any]) -> None:
     Raises:
         ArgumentError: One is unknown, or has no meaning.
     """
-    known = frozenset({*torch._inductor.list_options(), *_OWN_OPTIONS})
+    known = frozenset({*torch._inductor.list_options(), *_OWN_OPTIONS, _OF_STEPS})
     for name in _OWN_OPTIONS:
         if not isinstance(own := options.get(name, True), bool):
             raise ArgumentError(f"The option {name}={own!r} is neither True nor False.")
@@ -119,7 +121,7 @@ def check_options(options: dict[str, Any]) -> None:
             )
 
 
-def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, each with a default
+def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by name, each with a default
     gm: torch.fx.GraphModule,
     inputs: Sequence[Any],
     finish: Finish,
@@ -143,7 +145,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
             called again where that fails too, with plain Python.
         name: Name of the graph, for people.
         options: Further Inductor options, such as autotuning, and ours: ``own_kernels``, ``alternatives``,
-            ``reproducible``, ``joint_branches``.
+            ``reproducible``, ``joint_branches``; and into how many ``micro_batches`` a step is split.
         step_state: For a whole training step: positions of the inputs whose memory stays the same between calls.
         freeze: Without gradients, fold the parameters that are attributes of the graph.
         cutting: What is done with a graph that has collectives, instead of ``finish``.
@@ -157,6 +159,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
     off, is_fixed = take_options(options)
     off += [] if options.pop("own_kernels", True) else [registry.SWITCH]
     off += [] if options.pop("joint_branches", True) else [branch_fusion.SWITCH]
+    pieces = options.pop(_OF_STEPS, 1)
     check_names(left_out())
     num_inputs = len(inputs)  # not they themselves, for later: they are a batch
     ask_early(inputs)
@@ -176,6 +179,8 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
     def inner(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         phase = Phase.STEP if step_state is not None else phase_of(kwargs)
         static = frozenset(kwargs.get("static_input_idxs") or ()) if step_state is None else step_state
+        if pieces > 1 and phase is Phase.STEP:
+            graph = _in_pieces(graph, pieces, static, len(example_inputs) - num_inputs)
         if step_state is None and not any(node.op.startswith("call") for node in graph.graph.nodes):
             return _boxed(lambda inputs: graph.forward(*inputs))
 
@@ -210,6 +215,7 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
         start = time.perf_counter()
         progress.phase("looking on disk")
         facts = {"step": step_state, **({"reproducible": True} if is_fixed else {})}
+        facts |= {"micro_batches": pieces} if pieces > 1 else {}
         step = open_record(gm, inputs, facts, {}) if step_state is not None else None
         is_untried = tries_now and may_try(is_fixed=is_fixed) and step is not None and step.noted_choice() is None
         found = _look_up(step, begin_elsewhere, is_untried=is_untried)
@@ -235,6 +241,16 @@ def compile_graph(  # noqa: PLR0913, PLR0915  all but the first four by name, ea
             refuse(error, "as plain Python")
             gm.graph = original
             return gm.forward
+
+
+def _in_pieces(gm: torch.fx.GraphModule, pieces: int, static: frozenset[int], added: int) -> torch.fx.GraphModule:
+    """Split a step's batch; ``added`` tensors, which the step has made, are passed before its inputs."""
+    if has_collectives(gm.graph):
+        raise CaptureError(
+            "The batch of a step that exchanges gradients with other processes is not divided.",
+            remedy="Leave out micro_batches=.",
+        )
+    return split_batch(gm, pieces, {*range(added), *(added + place for place in static)})
 
 
 def _look_up(

@@ -11,7 +11,7 @@ from millstream.errors import did_you_mean
 from millstream.kernels import registry
 from millstream.lower import workarounds
 from millstream.lower.alternatives.table import ALTERNATIVES
-from millstream.passes import cleanup, gradients, pure_bodies, selecting
+from millstream.passes import cleanup, gradients, micro_batches, pure_bodies, selecting
 from millstream.passes.graph_pass import Pass
 
 PASSES: tuple[Pass[..., Any], ...] = (
@@ -28,6 +28,8 @@ PASSES: tuple[Pass[..., Any], ...] = (
     # before autograd, and the graph of forward and backward: what PyTorch gets wrong
     *workarounds.CAPTURED,
     *workarounds.JOINT,
+    # a step, before Inductor
+    micro_batches.split_batch,
     # inference on a GPU, before Inductor
     *registry.PASSES,
 )
