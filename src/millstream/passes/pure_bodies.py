@@ -60,8 +60,9 @@ def _hand_constants_in(gm: fx.GraphModule, node: fx.Node, bodies: Sequence[fx.Gr
             user = next(iter(each.users))
             value = user.meta.get("val")
             elsewhere = _elsewhere(node) if constant.dim() == 0 and constant.device.type == "cpu" else None
-            if elsewhere is not None and isinstance(value, Tensor):  # a number, which operators take from any device
-                constant, value = constant.to(elsewhere), value.to(elsewhere)
+            if elsewhere is not None:  # a number, which operators take from any device
+                constant = constant.to(elsewhere)
+                value = value.to(elsewhere) if isinstance(value, Tensor) else value
             name = f"_of_{node.name}_{len(gm._buffers)}"
             gm.register_buffer(name, constant)
             with gm.graph.inserting_before(node):
