@@ -155,7 +155,7 @@ def in_lists(x, y, weight):
     gradients = [value.sin() * 0.5 for value in values]
     moments = torch._foreach_lerp(values, gradients, 0.1)
     squares = torch._foreach_addcmul(values, gradients, gradients, value=0.01)
-    steps = torch._foreach_div(moments, torch._foreach_add(torch._foreach_sqrt(squares), 1e-8))
+    steps = torch._foreach_div(moments, [root + weight[1, 2] for root in torch._foreach_sqrt(squares)])
     return *torch._foreach_sub(values, steps), *moments, *squares, torch.stack(torch._foreach_norm(gradients)).sum()
 
 

@@ -78,14 +78,15 @@ class TritonParts:
         graph: Any = V.graph
         nodes, names = [*schedule], BufferNumbers()
         try:
-            key = form_of(nodes, names), arguments_form(kernel.args, names), state_of(kernel), _part_state(kernel)
+            form = form_of(nodes, names), tuple(names.offset)
+            key = form, arguments_form(kernel.args, names), state_of(kernel), _part_state(kernel)
         except Exception:  # noqa: BLE001  what private parts raise where a kernel is not of a known form: it has its own code
             write()
             return
         known = self._known.setdefault(graph.scheduler, {})
         part = known.get(key)
         if part is not None:
-            _take_part(kernel, part, [*names.number])
+            _take_part(kernel, part, [*names.number], [*names.offset])
             return
         arguments, first, before = NotedArguments(kernel.args), _next_variables(kernel), _sizes(kernel)
         write()
@@ -129,33 +130,36 @@ def _note_part(
 ) -> _TritonPart | None:
     """Return what a part has become; ``None`` where another cannot be made of that."""
     number = names.number
+    buffers = BufferNumbers()  # without elements that are read alone: equal parts read the same ones
+    buffers.number = number
     with contextlib.suppress(Exception):  # likewise
         bound, after = arguments.end(names), _sizes(kernel)
         changed = {name for name in {*after, *before} if after.get(name) != before.get(name)}
         texts = {name: after[name][1] == before[name][1] for name in _TEXTS}
-        if names.picked or not changed <= {*_TEXTS, *_COUNTS, *_OF_WRITING} or not all(texts.values()):
+        if not changed <= {*_TEXTS, *_COUNTS, *_OF_WRITING} or not all(texts.values()):
             return None
-        lines = {
-            name: tuple(read_lines(getattr(kernel, name)._lines[before[name][0] :], kernel.args, names, first))
-            for name in _TEXTS
-        }
+        with V.set_kernel_handler(kernel):  # which knows the buffers that it has removed
+            lines = {
+                name: tuple(read_lines(getattr(kernel, name)._lines[before[name][0] :], kernel.args, buffers, first))
+                for name in _TEXTS
+            }
         used = {name: after - first[name] for name, after in _next_variables(kernel).items()}
         numbers = {kind: tuple(number[name] for name in getattr(kernel, kind)) for kind in SETS}
         return _TritonPart(bound, lines, numbers, {name: getattr(kernel, name) for name in _COUNTS}, used)
     return None
 
 
-def _take_part(kernel: Any, part: _TritonPart, names: Sequence[str]) -> None:
+def _take_part(kernel: Any, part: _TritonPart, names: Sequence[str], offsets: Sequence[int]) -> None:
     """Make a part what an equal one was."""
     first = _next_variables(kernel)
-    bind(kernel.args, part.bound, names, ())
+    bind(kernel.args, part.bound, names, offsets)
     kernel.inplace_update_buffers |= {names[new]: names[old] for old, new in part.bound.in_place if new is not None}
     for kind, numbers in part.names.items():
         setattr(kernel, kind, OrderedSet(names[number] for number in numbers))
     for name, value in part.counts.items():
         setattr(kernel, name, value)
     for name, lines in part.lines.items():
-        getattr(kernel, name)._lines += write_lines(lines, kernel.args, names, (), first)
+        getattr(kernel, name)._lines += write_lines(lines, kernel.args, names, offsets, first)
     for name, counter in (("tmp", kernel.cse.iter_buffer_ids), ("x", kernel.iter_vars_count)):
         for _ in range(part.used[name]):
             next(counter)
