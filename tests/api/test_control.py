@@ -237,7 +237,7 @@ class Recurrent(torch.nn.Module):
 
 def train(wrap, batches):
     torch.manual_seed(1)
-    model = Recurrent().double()
+    model = Recurrent().double().to(batches[0].device)
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
 
     def step(x):

@@ -218,18 +218,28 @@ _DETACHES = torch.ops.aten.detach.default, torch.ops.aten.detach_.default
 def move_constants(gm: fx.GraphModule, *, is_aten: bool = True) -> None:
     """Make constants that the graph copies to another device constants on that device, in place.
 
+    Not those that it has written by then, be it through a view.
+
     Args:
         gm: With constants.
         is_aten: Whether it is of aten operators alone, of which one sees what they write: then dead code goes as well.
     """
     copy, lift = torch.ops.aten._to_copy.default, torch.ops.aten.lift_fresh_copy.default
-    for node in gm.graph.find_nodes(op="call_function", target=copy):
+    written: set[int] = set()
+    for node in list(gm.graph.nodes):
+        if node.target is not copy:
+            if node.target not in _DETACHES:  # of which the one in place writes nothing
+                written |= storages_written_by([node])
+            continue
         source: Any = node.args[0]  # a number's tensor itself, where ``torch.func`` has made it
-        between = []
+        between: list[fx.Node] = []
         while isinstance(source, fx.Node) and source.target in (lift, *_DETACHES):
             between.append(source)
             source = source.args[0]
         if not isinstance(source, fx.Node) or source.op != "get_attr":
+            continue
+        value = (between[-1] if between else source).meta.get("val")
+        if isinstance(value, Tensor) and storage_id(value) in written:
             continue
         options = {key: value for key, value in node.kwargs.items() if key in ("dtype", "device")}
         name = f"_moved_{node.name}"

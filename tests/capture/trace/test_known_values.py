@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+import millstream as ms
 from millstream.capture.step.step import Step
 from millstream.errors import FallbackWarning
 from tests.capture.worlds import assert_same, interpret
@@ -103,3 +104,44 @@ def test_gradients_pass_through_a_known_mask():
         return torch.autograd.grad(scores.square().sum(), weight)[0]
 
     assert_same(run(Step(step, build=interpret, strict=True)), run(step))
+
+
+def written_by_index(x):
+    table = torch.tensor([1.0, 2.0])
+    table[0] = 5.0
+    return x * table.to(torch.float64)
+
+
+def written_by_its_view(x):
+    table = torch.tensor([1.0, 2.0])
+    table.view(2).mul_(3)
+    return x * table.to(torch.float64)
+
+
+def written_after_it_is_detached(x):
+    table = torch.tensor([1.0, 2.0])
+    same = table.detach()
+    table.add_(1)
+    return x * same.to(torch.float64)
+
+
+def written_after_it_is_copied(x):
+    table = torch.tensor([1.0, 2.0])
+    before = table.to(torch.float64)
+    table.add_(1)
+    return x * before * table.to(torch.float64)
+
+
+def written_in_a_branch(x):
+    return torch.cond(x.sum() > 0, written_by_index, lambda x: x + 1, (x,))
+
+
+WRITTEN = written_by_index, written_by_its_view, written_after_it_is_detached, written_after_it_is_copied
+
+
+@pytest.mark.parametrize("function", [*WRITTEN, written_in_a_branch], ids=lambda function: function.__name__)
+def test_constants_that_are_written_are_copied_as_they_are_then(function):
+    x = torch.ones(2, dtype=torch.float64)
+    step = ms.step(function, engine="serial", strict=True)
+    for _ in range(2):
+        assert torch.equal(step(x), function(x))
