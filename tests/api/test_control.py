@@ -132,6 +132,20 @@ def test_operands_lie_as_the_functions_were_compiled_for():
         torch.testing.assert_close(ours, theirs)
 
 
+def test_constants_that_functions_write_are_copied_as_they_are_then():
+    def yes(x):
+        table = torch.tensor([1.0, 2.0])
+        table[0] = 5.0
+        return x * table.to(torch.float64)
+
+    def function(x):
+        return torch.cond(x.sum() > 0, yes, lambda x: x + 1, (x,))
+
+    captured = ms.step(function, engine="serial", strict=True)
+    for x in tensors((2,), (2,)):
+        torch.testing.assert_close(captured(x), function(x))
+
+
 def in_python(x, w, end):
     a, b = x, x * 0
     for _ in range(end):

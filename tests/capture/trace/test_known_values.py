@@ -132,14 +132,10 @@ def written_after_it_is_copied(x):
     return x * before * table.to(torch.float64)
 
 
-def written_in_a_branch(x):
-    return torch.cond(x.sum() > 0, written_by_index, lambda x: x + 1, (x,))
-
-
 WRITTEN = written_by_index, written_by_its_view, written_after_it_is_detached, written_after_it_is_copied
 
 
-@pytest.mark.parametrize("function", [*WRITTEN, written_in_a_branch], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", WRITTEN, ids=lambda function: function.__name__)
 def test_constants_that_are_written_are_copied_as_they_are_then(function):
     x = torch.ones(2, dtype=torch.float64)
     step = ms.step(function, engine="serial", strict=True)
