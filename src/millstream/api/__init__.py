@@ -8,7 +8,7 @@ from millstream.api.precompiling import precompile
 from millstream.api.profiling import Profile, profile, trace_syncs
 from millstream.api.programs import load_programs, save_programs
 from millstream.api.stepping import step
-from millstream.capture.step.islands import eager_region
+from millstream.capture.step.regions.islands import eager_region
 from millstream.data import feed
 from millstream.data_parallel.sharding.optimizer import full_state_dict
 

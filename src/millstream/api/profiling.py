@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar, overload
 
+from millstream.capture.step.capturing.captures import Captures
 from millstream.capture.step.step import Step
 from millstream.data.feeding import _Pass
 from millstream.data_parallel.agreement import Agreement
@@ -27,7 +28,7 @@ R = TypeVar("R")
 _OWN = (
     ((_Pass, "__next__"),),
     ((Step, "__call__"),),
-    ((Step, "_capture"),),
+    ((Captures, "capture"),),
     ((Exchange, "finish"), (Agreement, "gather")),
 )
 """Where Millstream itself waits for data, steps, compiles, and waits for other processes."""

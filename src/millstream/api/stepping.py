@@ -13,7 +13,7 @@ import torch
 from millstream.api.compiling import improving, new_builder
 from millstream.capture.kept.elsewhere import Lowering, takes_long
 from millstream.capture.model import Runnable
-from millstream.capture.step.islands import step_of
+from millstream.capture.step.regions.islands import step_of
 from millstream.capture.step.step import P, R, Step
 from millstream.capture.step.step_program import Compiling, StepProgram
 from millstream.engine import AgreedEngine, check_devices

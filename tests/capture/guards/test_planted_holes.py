@@ -98,7 +98,7 @@ def checking_no(*checks, **replaced):
                 setattr(guards, name, value)
             return guards
 
-        patch.setattr("millstream.capture.step.bind.make_guards", make_guards)
+        patch.setattr("millstream.capture.step.capturing.bind.make_guards", make_guards)
 
     return plant
 

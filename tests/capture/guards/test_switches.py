@@ -12,7 +12,8 @@ from millstream._torch import switches
 from millstream._torch.switches import SWITCHES, present
 from millstream.api.compiling import dynamo_backend
 from millstream.capture import model
-from millstream.capture.step import step as steps
+from millstream.capture.step.capturing import captures, retracing
+from millstream.capture.step.plain.patience import MAX_FIRST
 from millstream.device.compiled_switches import install
 
 cudnn, mkldnn, attention = torch.backends.cudnn, torch.backends.mkldnn, torch.nn.attention
@@ -223,7 +224,7 @@ REFUSED = {
 def test_what_operators_obey_runs_as_in_eager(function):
     step, x, settings = ms.step(function), torch.rand(4, 4), {True: [], False: []}
     for run, seen in ((step, settings[True]), (function, settings[False])):
-        for _ in range(2 * steps.MAX_FIRST + 4):
+        for _ in range(2 * MAX_FIRST + 4):
             result = run(x)
             seen.append((result.dtype, present()))
             torch.testing.assert_close(result, function(x))
@@ -270,9 +271,9 @@ def test_the_precision_that_a_step_asks_for_is_that_of_the_call():
 # --- set by another thread meanwhile ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["trace_step", "build_and_run"])
-def test_one_that_another_thread_sets_while_it_is_captured_leaves_no_graph(stage, monkeypatch):
-    original, seen = getattr(steps, stage), []
+@pytest.mark.parametrize(("module", "stage"), [(retracing, "trace_step"), (captures, "build_and_run")])
+def test_one_that_another_thread_sets_while_it_is_captured_leaves_no_graph(module, stage, monkeypatch):
+    original, seen = getattr(module, stage), []
 
     def while_another_sets_it(*args, **kwargs):
         if not seen:
@@ -280,7 +281,7 @@ def test_one_that_another_thread_sets_while_it_is_captured_leaves_no_graph(stage
         seen.append(present())
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(steps, stage, while_another_sets_it)
+    monkeypatch.setattr(module, stage, while_another_sets_it)
     step, x = ms.step(lambda x: x + (2 if cudnn.benchmark else 1), strict=True), torch.ones(3)
     step(x)
     assert not step.graphs

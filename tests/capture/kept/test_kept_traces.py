@@ -26,7 +26,7 @@ from torch._inductor.lowering import lowerings
 from millstream.capture import Step
 from millstream.capture.kept import pickling
 from millstream.capture.kept.descriptions import TraceNotKept
-from millstream.capture.step import step as steps
+from millstream.capture.step.capturing import retracing
 from millstream.errors import FallbackWarning
 from tests.capture.guards.cells import CELLS
 from tests.capture.guards.programs import Program, Site, _load, frozen
@@ -112,7 +112,7 @@ def refuse(*_):
 def test_another_instance_of_a_program_is_not_traced(make, taken, monkeypatch):
     train(make)
     assert not taken
-    monkeypatch.setattr(steps, "trace_step", refuse)
+    monkeypatch.setattr(retracing, "trace_step", refuse)
     step = train(make)
     assert taken == [True]
     assert not step.refusals

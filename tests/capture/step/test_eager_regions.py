@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import millstream as ms
-from millstream.capture.step.islands import IslandStep, step_of
+from millstream.capture.step.regions.islands import IslandStep, step_of
 from millstream.errors import CaptureError, FallbackWarning
 from tests.capture.worlds import assert_same, interpret
 

@@ -7,7 +7,8 @@ import torch
 
 import millstream as ms
 from millstream.capture import Step
-from millstream.capture.step import step as module
+from millstream.capture.step import calls
+from millstream.capture.step.capturing import retracing
 from millstream.errors import FallbackWarning
 from tests.capture.worlds import interpret
 
@@ -105,8 +106,8 @@ def test_explanation_lists_captures():
 def traces(monkeypatch):
     """A list that grows by one for each trace."""
     made = []
-    trace = module.trace_step
-    monkeypatch.setattr(module, "trace_step", lambda request: (made.append(1), trace(request))[1])
+    trace = retracing.trace_step
+    monkeypatch.setattr(retracing, "trace_step", lambda request: (made.append(1), trace(request))[1])
     return made
 
 
@@ -175,8 +176,8 @@ def test_edited_function_is_tried_again():
 
 def test_results_of_plain_calls_are_not_searched_for_ever(monkeypatch):
     searches = []
-    search = module.discover
-    monkeypatch.setattr(module, "discover", lambda *args: searches.append(1) or search(*args))
+    search = calls.discover
+    monkeypatch.setattr(calls, "discover", lambda *args: searches.append(1) or search(*args))
     kept = torch.ones(2, 3)
     view = kept[:1]
 

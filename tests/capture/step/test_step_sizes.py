@@ -12,7 +12,7 @@ from torch import nn
 
 import millstream as ms
 from millstream.api.explaining import executables
-from millstream.capture.step.islands import step_of
+from millstream.capture.step.regions.islands import step_of
 from millstream.capture.step.step import Step
 from millstream.engine import by_size
 from tests.capture.worlds import interpret

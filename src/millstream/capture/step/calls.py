@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from millstream._torch.switches import SwitchSettings
 from millstream._torch.tensors import place_of_implementation
+from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.objects import is_written_in_python, objects_of_batch
 from millstream.capture.state.signature import (
     TensorSpec,
@@ -98,6 +100,8 @@ class StepCall:
     given: Sequence[float]  # its numbers that were seen to change
     args: tuple[Any, ...]  # positional arguments as given
     kwargs: dict[str, Any]  # keyword arguments as given
+    name: str  # of the step
+    function: Callable[..., Any]  # the user's
     parameters: Sequence[str]  # names of the function's parameters
     opened: frozenset[type] = frozenset()  # classes of objects that are taken apart
     held: Container[int] = ()  # by id, containers that are not taken apart
@@ -129,19 +133,35 @@ class StepCall:
                 yield name, part.target
         yield from ((kind.__qualname__, kind) for kind in kinds_of(self.structure))
 
+    def roots(self) -> Iterator[tuple[str, Any]]:
+        """Where the search for what the step reaches begins: its function, and those objects."""
+        yield self.name, self.function
+        yield from self.objects()
+
+    def search(self) -> Found:
+        """What the step reaches."""
+        return discover(self.roots())
+
+    def optimizers(self) -> list[Optimizer]:
+        """Those that it reaches."""
+        return [optimizer for _, optimizer in self.search().optimizers]
+
 
 class Calls:
     """Makes calls of their arguments, and learns which numbers among these change, and which objects are batches.
 
     Args:
-        function: The step's.
+        name: Of the step.
+        function: The user's.
 
     Attributes:
         opened: Classes of objects among the arguments that are taken apart, as others of them come in each call.
         held: By id, containers that the step reaches without its arguments, too: among these they are what they are.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.function = function
         self._parameters = _parameters_of(function)
         self._varying: dict[Structure, frozenset[int]] = {}  # which numbers among the arguments change
         self._before: dict[Structure, list[float]] = {}  # that came first
@@ -198,7 +218,17 @@ class Calls:
         key = (None if kwargs else key_of_tensors(args)) or key_of(form, arguments)
         taken = self.opened.intersection(kinds_of(structure)) if self.opened else self.opened
         return StepCall(
-            key, replace_numbers(structure, parts), arguments, given, args, kwargs, self._parameters, taken, self.held
+            key=key,
+            structure=replace_numbers(structure, parts),
+            arguments=arguments,
+            given=given,
+            args=args,
+            kwargs=kwargs,
+            name=self.name,
+            function=self.function,
+            parameters=self._parameters,
+            opened=taken,
+            held=self.held,
         )
 
     def _learn(self, structure: Structure) -> bool:
@@ -271,3 +301,8 @@ def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # built in
         return ()
+
+
+def code_of(function: Callable[..., Any]) -> Any:
+    """The code of a function or method; ``None`` of what has none."""
+    return getattr(getattr(function, "__func__", function), "__code__", None)

@@ -34,11 +34,11 @@ from millstream.capture.kept.elsewhere import Job
 from millstream.capture.lines import here, raise_refusal
 from millstream.capture.step.calls import StepCall
 from millstream.capture.step.graph import StepGraph
-from millstream.capture.step.split import UNBOUND, FunctionPart, split_function
-from millstream.capture.step.step import Fallback, P, R, Step
+from millstream.capture.step.regions.split import UNBOUND, FunctionPart, split_function
+from millstream.capture.step.step import P, R, Step
 from millstream.capture.trace.numbers.scalars import is_scalar, is_size
 from millstream.data_parallel.reduced_run import ReducedRun
-from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, warn_user
+from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError
 from millstream.tree.containers import is_open_container, parts_of
 from millstream.tree.flatten import tree_flatten
 from millstream.tree.spec import SCALARS, Reference, tree_unflatten
@@ -163,7 +163,7 @@ class IslandStep(Step[P, R]):
         self._signature = inspect.signature(getattr(function, "__func__", function))
         kinds = {each.kind for each in self._signature.parameters.values()}
         is_plain = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-        self._plain = [*self._signature.parameters] if is_plain else None  # what may be passed by position alone
+        self._by_position = [*self._signature.parameters] if is_plain else None  # what may be passed by position alone
         self._parts: list[tuple[FunctionPart, Callable[..., Any]]] = []
         for part in parts:
             run = part.function if part.is_region or part.is_trivial else _PartStep(part, self, **how)
@@ -211,16 +211,16 @@ class IslandStep(Step[P, R]):
             return self._run(args, kwargs)  # type: ignore[no-any-return]
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self._shared is not None and self._disabled is None:
-            self._refuse(self._shared)
-        if self._disabled is not None:
-            return self._result_of(self.function(*args, **kwargs), args, kwargs)
+        if self._shared is not None and self._refusals.disabled is None:
+            self._disable(self._shared)
+        if self._refusals.disabled is not None:
+            return self._plain.result_of(self.function(*args, **kwargs), args, kwargs)
         if not self._is_watched:
             return self._run_watched(args, kwargs)
         if isinstance(self.function, MethodType):
             args = (self.function.__self__, *args)
-        if self._plain is not None and len(args) == len(self._plain) and not kwargs:
-            return self._run_parts(dict(zip(self._plain, args, strict=True)))
+        if self._by_position is not None and len(args) == len(self._by_position) and not kwargs:
+            return self._run_parts(dict(zip(self._by_position, args, strict=True)))
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError:
@@ -250,40 +250,40 @@ class IslandStep(Step[P, R]):
             result = self.function(*args, **kwargs)
         self._is_watched = call.num_edges >= 2 * self._num_regions or self._num_watched == MAX_WATCHED
         if call.error is not None:
-            self._refuse(call.error)
-        return self._result_of(result, args, kwargs)
+            self._disable(call.error)
+        return self._plain.result_of(result, args, kwargs)
 
-    def _refuse(self, error: CaptureError) -> None:
+    def _disable(self, error: CaptureError) -> None:
         """From now on run as plain Python."""
         if self.strict:
             raise error
-        self._disabled = error
-        self.refusals.append(Fallback({}, error))
-        warn_user(f"{self._name} runs as plain Python: {error}")
+        self._refusals.disable(error)
 
 
 class _PartStep(Step[Any, Any]):
     """A captured part. What it leaves to others is as in eager Python, where it runs eagerly."""
 
-    def __init__(self, part: FunctionPart, whole: IslandStep[Any, Any], **how: Any) -> None:
-        super().__init__(part.function, **how)
-        self._name = self._history.name = "{}, lines {} to {},".format(whole._name, *part.lines)
-        self.refusals = whole.refusals
+    _is_part = True
 
-    def _result_of(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG002
-        return result
+    def __init__(self, part: FunctionPart, whole: IslandStep[Any, Any], **how: Any) -> None:
+        self._part_name = "{}, lines {} to {},".format(whole._name, *part.lines)
+        super().__init__(part.function, **how)
+        self._refusals.list = whole.refusals
+
+    def _find_name(self) -> str:
+        return self._part_name
 
     def _with_region(self, error: CaptureError) -> CaptureError:
         return error
 
     def _fall_back(self, call: StepCall, error: CaptureError) -> Any:
         if isinstance(error, EmptyCaptureError):
-            self._refuse_alike(call, error)
-            return self._run_call_plainly(call)
+            self._refusals.add_alike(call.key, error, self._served)
+            return self._plain.run_call(call)
         if self.strict:
             raise error
-        result = self._run_call_plainly(call)  # says by itself where a gradient would cross an edge
-        self._note_refusal(call, error)
+        result = self._plain.run_call(call)  # says by itself where a gradient would cross an edge
+        self._refuse(call, error)
         return result
 
 

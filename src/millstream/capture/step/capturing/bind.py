@@ -61,18 +61,18 @@ class StepState:
     # of those, the ones without which no graph could be captured: each value has a graph
     kept: set[Location] = field(default_factory=set)
     converts: bool | None = None  # see ``Request``
+    compared: CaptureError | None = None  # why there is a graph for each number that changes, if so
     settled: set[Any] = field(default_factory=set)  # changes of other plain values that were seen
     unsteady: set[int] = field(default_factory=set)  # memory of flags that the step writes
     waits_for_flags: bool = False  # whether the host may wait for a device to know others
 
     def make_request(
-        self, function: Any, call: StepCall, roots: list[tuple[str, Any]], found: Found, like: StepGraph | None = None
+        self, call: StepCall, roots: list[tuple[str, Any]], found: Found, like: StepGraph | None = None
     ) -> Request:
         """Say what to trace.
 
         Args:
-            function: The user's.
-            call: The arguments.
+            call: The step's.
             roots: Where the search begins.
             found: What it has found.
             like: A graph whose numbers and places are to be read at run time, and no others.
@@ -115,7 +115,7 @@ class StepState:
             numbers = [number for number in numbers if number.location in like.sources]
         numbers += call.numbers(device)
         return Request(
-            function=function,
+            function=call.function,
             structure=call.structure,
             arguments=call.arguments,
             opened=call.opened,

@@ -1,0 +1,1 @@
+"""From a call for which there is no graph to one that has run."""

@@ -1,0 +1,1 @@
+"""Calls that run as plain Python: how, for how long, and why."""

@@ -1,0 +1,1 @@
+"""Steps with eager regions."""
