@@ -101,6 +101,7 @@ def test_constants_of_functions_move_before_they_are_handed_in():
     assert [(each.device.type, each.dtype) for each in constants] == [("meta", torch.float64)] * 2
     assert {each.meta["val"].device.type for each in gm.true_graph_0.graph.find_nodes(op="placeholder")} == {"meta"}
     assert aten._to_copy.default not in targets(gm.true_graph_0)
+    assert not [*gm.true_graph_0.buffers()]  # which would be inputs of the whole graph, on the host
 
 
 def test_constants_move_to_the_device_that_reads_them():

@@ -46,6 +46,7 @@ def make_bodies_pure(gm: fx.GraphModule) -> None:
         if node.target.name() in ("cond", "while_loop"):
             _hand_writes_out(gm, node, bodies)
         for body in bodies:
+            _drop_unused_constants(body)
             body.recompile()
     if flows:
         gm.recompile()
@@ -75,6 +76,13 @@ def _hand_constants_in(gm: fx.GraphModule, node: fx.Node, bodies: Sequence[fx.Gr
                 if other is body:
                     each.replace_all_uses_with(new)
             body.graph.erase_node(each)
+
+
+def _drop_unused_constants(body: fx.GraphModule) -> None:
+    """They would be inputs of the whole graph, in host memory."""
+    used = {str(node.target) for node in body.graph.find_nodes(op="get_attr")}
+    for name in [name for name, _ in body.named_buffers(recurse=False) if name not in used]:
+        delattr(body, name)
 
 
 def _elsewhere(node: fx.Node) -> torch.device | None:
