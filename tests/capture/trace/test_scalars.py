@@ -10,10 +10,10 @@ import torch
 from millstream._torch.tensors import FakeTensorMode
 from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.expressions import Nth
-from millstream.capture.trace.modes import FunctionWatch
 from millstream.capture.trace.numbers.scalars import GraphScalar, Questions
 from millstream.capture.trace.patches.numbers import math_takes_scalars
 from millstream.capture.trace.twins import Twins
+from millstream.capture.trace.watches.function_watch import FunctionWatch
 
 VALUE = 0.75
 

@@ -16,12 +16,12 @@ from millstream.capture.record.recorder import Recorder as Record
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.signature import is_same
 from millstream.capture.state.snapshot import Change, HolderKind, StateSnapshot, is_type_of_tracing
-from millstream.capture.trace.modes import fits
 from millstream.capture.trace.numbers.scalars import Questions, as_scalar, is_known_later, is_number, is_scalar
 from millstream.capture.trace.patches.optimizers import is_schedulers
 from millstream.capture.trace.request import Disturbed, FirstChange, NumbersChanged, OneShot, Request, StateMissing
 from millstream.capture.trace.twins import is_traced
 from millstream.capture.trace.users_numbers import UsersNumbers
+from millstream.capture.trace.watches.given_tensors import fits
 from millstream.errors import CaptureError
 from millstream.tree.spec import SCALARS
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import FakeTensor, is_same_view, storage_id
 from millstream._torch.tracing import graph_being_traced
 from millstream.capture.effects.effect_recorder import EffectRecorder, open_structure
@@ -23,12 +24,14 @@ from millstream.capture.state.lift import Lifted
 from millstream.capture.state.objects import objects_of_batch
 from millstream.capture.state.snapshot import Change
 from millstream.capture.trace.changes import needs_gradient
-from millstream.capture.trace.modes import ForeignTensor, fits
 from millstream.capture.trace.numbers.scalars import is_known_later, is_tensor
 from millstream.capture.trace.request import Request
 from millstream.capture.trace.twins import fake_of, is_traced, real_of
+from millstream.capture.trace.watches.given_tensors import ForeignTensor, fits
 from millstream.errors import CaptureError
 from millstream.tree.spec import Reference, Structure, walk
+
+SIDE_EFFECT_REMEDY = "A captured step repeats tensor operations only: move this out of the step."
 
 MOST_SEARCHED = 10_000
 """Objects of a result that are looked into: of many more it can only be said that they are the user's own."""
@@ -297,3 +300,28 @@ def writes_host(entry: Lifted) -> CaptureError:
         f"The step writes {entry.name}, a number on the host, from the device.",
         remedy="Keep that tensor on the device.",
     )
+
+
+def check_left(request: Request, *, reads_gradient: bool) -> None:
+    """Refuse what a call would leave unfinished or changed without a graph noticing.
+
+    Args:
+        request: What is traced.
+        reads_gradient: Whether the step has read that of an argument.
+    """
+    for name, scaler in request.found.scalers:
+        if not is_idle(scaler):
+            raise CaptureError(f"The step ends without {name}.update().", remedy="Call it in the same step.")
+    for entry in request.state:
+        if entry.tensor.requires_grad != entry.required_grad:
+            raise CaptureError(f"The step leaves {entry.name}.requires_grad changed.", remedy=SIDE_EFFECT_REMEDY)
+    if reads_gradient:
+        raise CaptureError(
+            "The step reads the gradient of one of its arguments.", remedy="Pass the gradient as an argument, too."
+        )
+    for argument in request.arguments:
+        if argument.requires_grad and argument.is_leaf and argument.grad is not None:
+            raise CaptureError(
+                "The step leaves a gradient on one of its arguments.",
+                remedy="Use torch.autograd.grad and return the gradient.",
+            )

@@ -18,9 +18,9 @@ from millstream._torch.distributed.fully_sharded import is_shard
 from millstream._torch.distributed.wrappers import data_parallel_wrappers, why_not_ours
 from millstream._torch.one_thread import reads_seen
 from millstream.capture.lines import here, raise_refusal
-from millstream.capture.trace.modes import FunctionWatch
 from millstream.capture.trace.request import FoundLate, StateMissing
 from millstream.capture.trace.twins import fake_of, is_traced
+from millstream.capture.trace.watches.function_watch import FunctionWatch
 from millstream.data_parallel.buckets import Bucket
 from millstream.data_parallel.exchange import Exchange
 from millstream.data_parallel.reduced_run import ReducedRun, reducer_known
