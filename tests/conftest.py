@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from millstream._torch import switches
+from millstream._torch.modes import switches
 from millstream.signals import MARKED
 from tests.clocks import HANG_S
 

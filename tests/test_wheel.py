@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 from millstream import _native
-from millstream.capture.record import instructions
+from millstream.capture.record.interpreter import instructions
 from millstream.device import copying
 print(_native.load("core").__file__, instructions.why_not() == "", copying.filler() is not None)
 print(_native.why_not("core"))

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from millstream._torch.dispatcher import is_users
-from millstream._torch.switches import present
+from millstream._torch.modes.switches import present
 from millstream._torch.tensors import reinterpret, tracked_view
 from millstream.graph import KernelGraph
 

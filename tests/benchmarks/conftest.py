@@ -2,7 +2,7 @@
 
 import pytest
 
-from millstream._torch import switches
+from millstream._torch.modes import switches
 
 
 @pytest.fixture(autouse=True)

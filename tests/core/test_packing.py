@@ -9,7 +9,7 @@ from millstream.graph import MemoryLayout, Plan, Wait, derive_dependencies, form
 from millstream.schedule import assign_list, place_allocations, place_waits, plan_graph
 from millstream.schedule.assignment import Assignment
 from millstream.schedule.delay import delay_kernels, sources
-from millstream.schedule.reuse import share_memory
+from millstream.schedule.memory.reuse import share_memory
 from millstream.testing import drop_step, towers_graph
 
 WAIT_NS = 10

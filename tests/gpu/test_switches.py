@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import millstream as ms
-from millstream._torch import switches
+from millstream._torch.modes import switches
 from millstream.api.compiling import dynamo_backend
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from millstream._torch.distributed import shutdown
-from millstream._torch.switches import present
+from millstream._torch.modes.switches import present
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel import agreement, communicators
 from millstream.data_parallel.agreement import NO, Agreement, collectives_wanted

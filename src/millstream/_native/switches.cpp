@@ -1,7 +1,7 @@
 // PyTorch's switches, all in one look: Python would take some 6 µs to ask for each.
 //
 // Contract
-// - What `read_switches` gives, as bytes, is another whenever one of the switches of `_torch/switches.py` is.
+// - What `read_switches` gives, as bytes, is another whenever one of the switches of `_torch/modes/switches.py` is.
 // - It takes a tuple of dicts and keys in turn, at which Python keeps switches, and a tuple of sets. Where one of the sets is not empty it gives None: let Python look.
 // - The caller keeps alive what has ever been found in the dicts.
 

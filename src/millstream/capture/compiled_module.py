@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from millstream._torch.autograd.hooks import HOOKS_OF_MODULE, hooks_of_all_modules
 from millstream._torch.compiler.dynamo import (
     is_compiling,
 )
-from millstream._torch.hooks import HOOKS_OF_MODULE, hooks_of_all_modules
 from millstream.capture.model import Compiled, Compiler
 from millstream.errors import CaptureError
 

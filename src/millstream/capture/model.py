@@ -26,6 +26,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 from torch.nn.parallel import DistributedDataParallel
 
+from millstream._torch.autograd.hooks import HOOKS_OF_MODULE, count_hooks
 from millstream._torch.compiler.compile_signals import COMPILE_SIGNALS
 from millstream._torch.compiler.dynamo import (
     DuringCalls,
@@ -39,11 +40,10 @@ from millstream._torch.compiler.dynamo_errors import drop_logs_of_fake_tensors, 
 from millstream._torch.compiler.lookups import compile_for
 from millstream._torch.dispatcher import is_differentiated_outside
 from millstream._torch.distributed.wrappers import call_around
-from millstream._torch.hooks import HOOKS_OF_MODULE, count_hooks
-from millstream._torch.switches import IN_GRAPHS
+from millstream._torch.modes.switches import IN_GRAPHS
 from millstream.capture.lines import COMES_TO, in_library, is_users, library_in, place_in
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
-from millstream.capture.trace.unsupported import within_transform
+from millstream.capture.trace.refusing.unsupported import within_transform
 from millstream.device.compiled_switches import install_later
 from millstream.errors import ArgumentError, CaptureError, MillstreamError, warn_user, why_disabled
 from millstream.lower import Lowered, LoweredForSizes, compile_graph, describe_failure

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from millstream._torch.thread_modes import NEW_THREAD, ThreadModes, read_modes
+from millstream._torch.modes.thread_modes import NEW_THREAD, ThreadModes, read_modes
 from millstream.data.pipeline import Do, Message, Pipeline
 from millstream.data.position import BatchInfo
 from millstream.data.profiler import BatchTimes, Profiler

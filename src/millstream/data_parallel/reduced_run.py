@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from millstream._torch.checkpointing import regions_wrapped
+from millstream._torch.autograd.checkpointing import regions_wrapped
+from millstream._torch.autograd.hooks import OwnHook
 from millstream._torch.distributed.fully_sharded import (
     any_sharded,
     is_shard,
@@ -44,7 +45,6 @@ from millstream._torch.distributed.wrappers import (
     reduced_parameters,
     why_not_ours,
 )
-from millstream._torch.hooks import OwnHook
 from millstream.data_parallel.reducer import Reducer, ReducerSettings
 from millstream.data_parallel.sharding.parameters import ShardedRun, adopt
 from millstream.data_parallel.sharding.sharded_reducer import ShardedReducer

@@ -1,4 +1,4 @@
-"""Reads PyTorch's switches in compiled code: see ``_native/switches.cpp`` and ``millstream._torch.switches``.
+"""Reads PyTorch's switches in compiled code: see ``_native/switches.cpp`` and ``millstream._torch.modes.switches``.
 
 Without it, or until it is compiled, Python reads them.
 """
@@ -9,7 +9,7 @@ import functools
 import threading
 
 from millstream import _native
-from millstream._torch.switches import NATIVE_FILTERS, SWITCHES, accelerate
+from millstream._torch.modes.switches import NATIVE_FILTERS, SWITCHES, accelerate
 
 
 def install() -> bool:

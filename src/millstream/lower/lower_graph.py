@@ -28,8 +28,8 @@ from millstream.lower.bodies import take_control_flow
 from millstream.lower.inductor.accesses import check_values, noting
 from millstream.lower.inductor.branch_fusion import branches_apart
 from millstream.lower.inductor.checks_first import checks_first
-from millstream.lower.inductor.equal_kernels import equal_kernels
 from millstream.lower.inductor.fx_wrapper import collect_wrappers
+from millstream.lower.inductor.once.equal_kernels import equal_kernels
 from millstream.lower.inductor.shortcuts import shortcuts
 from millstream.lower.kept import FileContent, ProgramFile, open_record
 from millstream.lower.segments import has_collectives

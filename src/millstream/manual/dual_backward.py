@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from millstream._torch.autograd.hooks import after_backward, current_backward_pass
 from millstream._torch.dispatcher import is_being_traced, is_transformed
-from millstream._torch.hooks import after_backward, current_backward_pass
 from millstream.device import DeviceContext, Event, Stream, context
 from millstream.errors import ArgumentError
 

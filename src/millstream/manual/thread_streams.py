@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millstream._torch.active_modes import any_autocast
 from millstream._torch.dispatcher import find_modes, hide_operators, is_wrapper, num_modes, push_mode, remove_mode
+from millstream._torch.modes.active_modes import any_autocast
 from millstream.device import DeviceContext, Stream
 from millstream.errors import StreamError
 from millstream.manual.issuing import Issuer

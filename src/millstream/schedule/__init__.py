@@ -1,6 +1,5 @@
 """Turn a graph and its costs into a plan, and tell how much memory the plan takes."""
 
-from millstream.schedule.allocation import place_allocations
 from millstream.schedule.assignment import (
     Assignment,
     Gaps,
@@ -10,8 +9,9 @@ from millstream.schedule.assignment import (
     assign_slack,
     by_urgency,
 )
-from millstream.schedule.lifetimes import Lifetime, derive_lifetimes, peak_bytes
-from millstream.schedule.packing import assign_offsets
+from millstream.schedule.memory.allocation import place_allocations
+from millstream.schedule.memory.lifetimes import Lifetime, derive_lifetimes, peak_bytes
+from millstream.schedule.memory.packing import assign_offsets
 from millstream.schedule.policies import POLICIES, Policy, plan_graph
 from millstream.schedule.ranking import critical_path, critical_path_ns, rank_kernels
 from millstream.schedule.scheduling import HAND_STREAMS, MOST_STREAMS, Scheduling, Tune

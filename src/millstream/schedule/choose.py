@@ -21,7 +21,7 @@ from millstream.check import check_plan
 from millstream.cost import Costs
 from millstream.graph import CHOSEN, Candidate, KernelGraph, Plan, Spread, Wait
 from millstream.progress import count
-from millstream.schedule.lifetimes import peak_bytes
+from millstream.schedule.memory.lifetimes import peak_bytes
 from millstream.schedule.policies import plan_graph
 from millstream.schedule.ranking import critical_path_ns
 from millstream.schedule.scheduling import Scheduling

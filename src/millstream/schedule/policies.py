@@ -12,11 +12,11 @@ from typing import Protocol
 from millstream.cost import Costs
 from millstream.errors import ArgumentError
 from millstream.graph import KernelGraph, KernelKind, Plan, derive_dependencies
-from millstream.schedule.allocation import place_allocations
 from millstream.schedule.assignment import Assign, assign_chains, assign_given, assign_list, assign_slack
 from millstream.schedule.delay import delay_kernels, sources
-from millstream.schedule.lifetimes import peak_bytes
-from millstream.schedule.reuse import share_memory
+from millstream.schedule.memory.allocation import place_allocations
+from millstream.schedule.memory.lifetimes import peak_bytes
+from millstream.schedule.memory.reuse import share_memory
 from millstream.schedule.serial import plan_serial
 from millstream.schedule.waits import place_waits
 

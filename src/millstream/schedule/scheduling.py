@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from millstream.errors import ArgumentError
 from millstream.graph import PLANNED_ROLES, Plan
-from millstream.schedule.lifetimes import peak_bytes
+from millstream.schedule.memory.lifetimes import peak_bytes
 from millstream.schedule.policies import POLICIES
 
 HAND_STREAMS = 8  # ``streams="manual"`` takes as many as are written down, and at most so many

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millstream.graph import PLANNED_ROLES, Allocate, Free, KernelGraph, Launch, Plan, Role, Step
-from millstream.schedule.packing import assign_offsets
+from millstream.schedule.memory.packing import assign_offsets
 
 
 def plan_serial(graph: KernelGraph) -> Plan:

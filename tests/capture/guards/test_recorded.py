@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream.capture import Step
-from millstream.capture.record.instructions import why_not
+from millstream.capture.record.interpreter.instructions import why_not
 from tests.capture.worlds import interpret
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be recorded")

@@ -8,8 +8,8 @@ import types
 
 import torch
 
-from millstream._torch.other_setters import BEFORE_2_13, ELSEWHERE, SINCE_2_13
-from millstream._torch.switches import LEGACY, SWITCHES
+from millstream._torch.modes.other_setters import BEFORE_2_13, ELSEWHERE, SINCE_2_13
+from millstream._torch.modes.switches import LEGACY, SWITCHES
 from millstream._torch.workarounds import torch_version
 
 VERBS = re.compile(

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import millstream as ms
-from millstream._torch import switches
-from millstream._torch.switches import SWITCHES, present
+from millstream._torch.modes import switches
+from millstream._torch.modes.switches import SWITCHES, present
 from millstream.api.compiling import dynamo_backend
 from millstream.capture import model
 from millstream.capture.step.capturing import captures, retracing

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from millstream.capture.record.opcodes import NOTHING, TREATMENTS, depths_of, instructions_of, opcode_names, sites_of
+from millstream.capture.record.interpreter.opcodes import (
+    NOTHING,
+    TREATMENTS,
+    depths_of,
+    instructions_of,
+    opcode_names,
+    sites_of,
+)
 
 MODULES = [argparse, ast, asyncio.tasks, dataclasses]
 

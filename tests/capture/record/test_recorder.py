@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from millstream import _native
-from millstream.capture.record import instructions
+from millstream.capture.record.interpreter import instructions
 from millstream.capture.record.location import Location
 from millstream.capture.record.reads import MISSING, Kind
 from millstream.capture.record.recorder import Recorder

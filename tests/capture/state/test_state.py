@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import nn
 
-from millstream._torch.hooks import has_tensor_hooks
+from millstream._torch.autograd.hooks import has_tensor_hooks
 from millstream._torch.tensors import FakeTensorMode, storage_id
 from millstream.capture.state import lift as lifting
 from millstream.capture.state.discover import discover

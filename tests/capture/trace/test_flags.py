@@ -8,7 +8,7 @@ from torch import nn
 
 from millstream._torch.workarounds import without
 from millstream.capture import Step
-from millstream.capture.trace.flags import StateFlag
+from millstream.capture.trace.branches.flags import StateFlag
 from tests.capture.worlds import assert_same, interpret
 from tests.processes import bring_compiled_code
 

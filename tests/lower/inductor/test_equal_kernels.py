@@ -16,8 +16,8 @@ from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.triton import TritonKernel
 
 import millstream as ms
-from millstream.lower.inductor import equal_kernels, equal_parts
 from millstream.lower.inductor.cpp_kernels import CppKernels
+from millstream.lower.inductor.once import equal_kernels, equal_parts
 from millstream.lower.inductor.shortcuts import shortcuts
 from tests import networks
 from tests.lower.inductor.texts import text_of

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from millstream._torch.modes.switches import present
 from millstream._torch.one_thread import OneThreads
-from millstream._torch.switches import present
 
 
 def is_compiling() -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from millstream._torch.hooks import OwnHook
+from millstream._torch.autograd.hooks import OwnHook
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from millstream._torch.switches import ASKS_PRECISION
+from millstream._torch.modes.switches import ASKS_PRECISION
 from millstream._torch.workarounds import is_off
 from millstream.capture.guards.guards import Guards
 from millstream.capture.guards.recorded import add_recorded, find_borrowed

@@ -23,11 +23,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from millstream import _native
+from millstream._torch.autograd.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
 from millstream._torch.distributed.fully_sharded import local_of
 from millstream._torch.distributed.wrappers import NUM_WRAPPED, data_parallel_wrappers
-from millstream._torch.hooks import HOOKS_FOR_ALL, HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, next_hook
+from millstream._torch.modes.switches import precision_told_by
 from millstream._torch.scaler import is_idle
-from millstream._torch.switches import precision_told_by
 from millstream._torch.tensors import layout_check
 from millstream.capture.guards.breaks import Break, functions_in, is_same_original
 from millstream.capture.guards.native import ALL, BORROWED, NOTHING, QuickGuards
@@ -36,7 +36,7 @@ from millstream.capture.record.location import MISSING, Attributes, Items, Locat
 from millstream.capture.state.contents import content_of, has_content, is_comparable, size_of
 from millstream.capture.state.discover import MAX_ITEMS
 from millstream.capture.state.signature import is_same
-from millstream.capture.trace.flags import StateFlag
+from millstream.capture.trace.branches.flags import StateFlag
 from millstream.capture.trace.numbers.scalars import is_number
 from millstream.device.compiled_switches import install_later
 from millstream.locks import TRACING

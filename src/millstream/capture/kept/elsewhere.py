@@ -32,7 +32,7 @@ from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
-from millstream._torch.switches import remember
+from millstream._torch.modes.switches import remember
 from millstream.cache import cache_folder, is_private
 from millstream.capture.kept.descriptions import TraceNotKept
 from millstream.capture.kept.graph_data import Fakes, decode_graph, describe_tensor, encode_graph

@@ -28,9 +28,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from millstream._torch.autograd.hooks import HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, hooks_of_optimizer
 from millstream._torch.dispatcher import replaced_by_others
 from millstream._torch.distributed.wrappers import data_parallel_wrappers
-from millstream._torch.hooks import HOOKS_OF_MODULE, has_tensor_hooks, hooks_for_all, hooks_of_optimizer
 from millstream.cache import cache_folder, limit_bytes, read_private, trim, write_private
 from millstream.capture.effects.host_effects import Effects, Output
 from millstream.capture.kept.descriptions import TraceNotKept, digest_of

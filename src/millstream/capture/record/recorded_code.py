@@ -16,7 +16,7 @@ import torch
 from millstream._torch.compiler.symbols import SymNode, calculating_methods
 from millstream._torch.workarounds import replaced
 from millstream.capture.lines import is_called_by_models, is_part_of_project
-from millstream.capture.record.instructions import run_unseen
+from millstream.capture.record.interpreter.instructions import run_unseen
 from millstream.capture.record.recorder import Recorder
 
 _RUNS_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})

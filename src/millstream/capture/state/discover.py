@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from millstream._torch.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
+from millstream._torch.autograd.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
 from millstream.capture.effects.late_values import Later
 from millstream.capture.effects.output_libraries import PACKAGES
 from millstream.capture.lines import is_ours, is_users, is_users_own, place_of, told

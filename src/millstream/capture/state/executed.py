@@ -15,9 +15,9 @@ from torch import Generator
 from millstream._torch.tracing import code_asking
 from millstream.capture.effects.late_values import holds_token
 from millstream.capture.lines import is_asked_by_user, is_ours, is_users
-from millstream.capture.record.instructions import unseen
+from millstream.capture.record.interpreter.instructions import unseen
+from millstream.capture.record.interpreter.natives import owner_of
 from millstream.capture.record.location import Location
-from millstream.capture.record.natives import owner_of
 from millstream.capture.state.extensions import takes_tensors
 from millstream.capture.state.impure import ImpureCalls, beyond_library
 from millstream.heap import instances

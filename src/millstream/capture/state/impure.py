@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch.switches import SETTERS
+from millstream._torch.modes.switches import SETTERS
 from millstream.capture.lines import is_pythons, is_users_own
 
 

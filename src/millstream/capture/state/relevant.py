@@ -28,7 +28,7 @@ from torch.distributions import Distribution
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from millstream._torch.hooks import HOOKS_FOR_ALL
+from millstream._torch.autograd.hooks import HOOKS_FOR_ALL
 from millstream.capture.lines import is_users
 from millstream.capture.record.paths import is_namespace
 from millstream.capture.record.reads import IS_HEAP_TYPE, MISSING, WHOLE, Kind, Read, is_a

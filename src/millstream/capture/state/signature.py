@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from millstream._torch.active_modes import ambient
-from millstream._torch.switches import SwitchSettings
+from millstream._torch.modes.active_modes import ambient
+from millstream._torch.modes.switches import SwitchSettings
 from millstream.tree.spec import SCALARS
 
 TensorSpec: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], object, bool]

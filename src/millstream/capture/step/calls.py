@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from millstream._torch.switches import SwitchSettings
+from millstream._torch.modes.switches import SwitchSettings
 from millstream._torch.tensors import place_of_implementation
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.objects import is_written_in_python, objects_of_batch

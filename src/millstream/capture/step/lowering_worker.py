@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_leaves
 
-from millstream._torch.switches import put_back, remember
+from millstream._torch.modes.switches import put_back, remember
 from millstream.capture.kept.elsewhere import CONFIGS, Task, read, remove
 from millstream.capture.step.step_program import Compiling, StepProgram
 from millstream.errors import LoweringError

@@ -18,10 +18,10 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
-from millstream._torch.active_modes import ambient
 from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.dispatcher import FORWARD_AD, innermost_transform
 from millstream._torch.distributed.fully_sharded import LEFT_WHOLE, reshard_left
+from millstream._torch.modes.active_modes import ambient
 from millstream.capture.effects.drawn import undrawn
 from millstream.capture.kept.elsewhere import Job, at_once
 from millstream.capture.lines import claim
@@ -34,9 +34,9 @@ from millstream.capture.step.plain.patience import Patience, one_shot_refusal
 from millstream.capture.step.plain.plain_runs import PlainRuns
 from millstream.capture.step.plain.refusals import Fallback, Refusals, with_region
 from millstream.capture.trace.patches.optimizers import move_counts_to_host, pretended_state
+from millstream.capture.trace.refusing.unsupported import within_transform
 from millstream.capture.trace.request import EagerFirst, FirstChange, NotNow, NotYet, OneShot, StateMissing
 from millstream.capture.trace.tracer import tracing_alone
-from millstream.capture.trace.unsupported import within_transform
 from millstream.data_parallel.reducer import Reducer
 from millstream.data_parallel.replica import replicate
 from millstream.device.compiled_switches import install_later

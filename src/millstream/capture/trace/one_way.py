@@ -21,8 +21,8 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from millstream._torch.backward_hooks import backward_watched
-from millstream._torch.checkpointing import RandomRecords, checkpoints_reuse_randoms
+from millstream._torch.autograd.backward_hooks import backward_watched
+from millstream._torch.autograd.checkpointing import RandomRecords, checkpoints_reuse_randoms
 from millstream._torch.distributed.fully_sharded import any_sharded
 from millstream._torch.recurrence import plain_recurrence
 from millstream._torch.scaler import steps_are_masked
@@ -55,13 +55,13 @@ from millstream.capture.state.lift import (
 )
 from millstream.capture.state.others import stand_for, stand_in_for
 from millstream.capture.state.snapshot import StateSnapshot
-from millstream.capture.trace.changes import Changes
-from millstream.capture.trace.clocks import Clocks
-from millstream.capture.trace.draws import Draws
-from millstream.capture.trace.flags import StateFlags
+from millstream.capture.trace.branches.flags import StateFlags
+from millstream.capture.trace.branches.value_branches import Ways
 from millstream.capture.trace.numbers import scalar_methods  # noqa: F401  by which scalars have operators
 from millstream.capture.trace.numbers.scalars import GraphScalar, Questions, give_back, is_scalar
 from millstream.capture.trace.numbers.sizes import TracedSizes
+from millstream.capture.trace.outcome.changes import Changes
+from millstream.capture.trace.outcome.traced_tensors import SIDE_EFFECT_REMEDY, Leaving, check_left
 from millstream.capture.trace.patches.averages import averages_take_first
 from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.ddp import TracedSession, reads_of_wrappers
@@ -74,7 +74,11 @@ from millstream.capture.trace.patches.optimizers import (
     traceable,
 )
 from millstream.capture.trace.patches.randomness import RandomState, draws_recorded
-from millstream.capture.trace.refused_code import RefusedCode
+from millstream.capture.trace.per_call.clocks import Clocks
+from millstream.capture.trace.per_call.draws import Draws
+from millstream.capture.trace.per_call.stand_ins import StandIns
+from millstream.capture.trace.refusing.refused_code import RefusedCode
+from millstream.capture.trace.refusing.step_failures import StepFailures, not_recorded
 from millstream.capture.trace.request import (
     Converted,
     FoundLate,
@@ -82,17 +86,13 @@ from millstream.capture.trace.request import (
     Request,
     StateMissing,
 )
-from millstream.capture.trace.stand_ins import StandIns
-from millstream.capture.trace.step_events import WANTED, StepEvents
-from millstream.capture.trace.step_failures import StepFailures, not_recorded
-from millstream.capture.trace.traced_switches import SwitchWatch
-from millstream.capture.trace.traced_tensors import SIDE_EFFECT_REMEDY, Leaving, check_left
 from millstream.capture.trace.twins import Twins, fake_of, real_of
 from millstream.capture.trace.users_numbers import UsersNumbers
-from millstream.capture.trace.value_branches import Ways
 from millstream.capture.trace.watches.function_watch import FunctionWatch
 from millstream.capture.trace.watches.given_tensors import ForeignTensor
 from millstream.capture.trace.watches.operator_watch import OperatorWatch
+from millstream.capture.trace.watches.step_events import WANTED, StepEvents
+from millstream.capture.trace.watches.traced_switches import SwitchWatch
 from millstream.errors import CaptureError, DataParallelError, without_frames
 from millstream.locks import TRACING, unknown_before
 from millstream.tree.containers import containers_in

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from millstream._torch.switches import SwitchSettings
+from millstream._torch.modes.switches import SwitchSettings
 from millstream.capture.effects.host_effects import Effects, Output
 from millstream.capture.record.location import Location
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
-from millstream.capture.trace.flags import StateFlag
+from millstream.capture.trace.branches.flags import StateFlag
 from millstream.capture.trace.numbers.scalars import Questions
 from millstream.capture.trace.numbers.sizes import TracedSizes
 from millstream.data_parallel.reducer import Reducer

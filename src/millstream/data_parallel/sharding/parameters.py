@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from millstream._torch.autograd.hooks import after_backward, current_backward_pass
+from millstream._torch.autograd.saved_tensors import SavedTensors
 from millstream._torch.distributed.fully_sharded import (
     ShardedParameter,
     cast_floats,
@@ -35,8 +37,6 @@ from millstream._torch.distributed.fully_sharded import (
     set_parameter,
     why_not_sharded_by_us,
 )
-from millstream._torch.hooks import after_backward, current_backward_pass
-from millstream._torch.saved_tensors import SavedTensors
 from millstream._torch.tensors import FakeTensor, storage_id
 from millstream.data_parallel.sharding.units import Unit, is_known, unit_of, units
 from millstream.errors import DataParallelError

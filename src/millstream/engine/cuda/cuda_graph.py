@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from millstream._torch.devices.raw_streams import current_stream_handle
-from millstream._torch.switches import present
+from millstream._torch.modes.switches import present
 from millstream.cost import Costs
 from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair

@@ -26,7 +26,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from millstream._torch.devices.raw_streams import current_stream_handle
-from millstream._torch.switches import present
+from millstream._torch.modes.switches import present
 from millstream._torch.tensors import real_tensors
 from millstream.cost import Costs, Roofline
 from millstream.device import DeviceContext, context, guard

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from millstream._torch.switches import present
+from millstream._torch.modes.switches import present
 from millstream.data_parallel.agreement import MARK_SHIFT, Agreement, collectives_wanted
 from millstream.data_parallel.board import NotTogetherError
 from millstream.data_parallel.communicators import communicators_of

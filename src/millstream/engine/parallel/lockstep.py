@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from millstream._torch.switches import SwitchSettings, present
+from millstream._torch.modes.switches import SwitchSettings, present
 from millstream.cost import Costs, KernelCost
 from millstream.data_parallel.agreement import Agreement
 from millstream.data_parallel.board import NotTogetherError

@@ -13,7 +13,7 @@ import torch
 
 from millstream._torch.devices.raw_streams import current_stream_handle
 from millstream._torch.distributed.shutdown import release_before_shutdown
-from millstream._torch.switches import SwitchSettings
+from millstream._torch.modes.switches import SwitchSettings
 from millstream.check import check_plan
 from millstream.cost import Costs, KernelCost, Roofline
 from millstream.data_parallel.agreement import Agreement

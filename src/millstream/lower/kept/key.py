@@ -28,7 +28,7 @@ from millstream import errors as millstream_errors
 from millstream._torch.compiler.node_notes import stream_hint_of
 from millstream._torch.compiler.symbols import NUMBERS, expression_of
 from millstream._torch.dispatcher import is_expanded_later
-from millstream._torch.switches import present
+from millstream._torch.modes.switches import present
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream._torch.workarounds import left_out
 from millstream.lower import workarounds

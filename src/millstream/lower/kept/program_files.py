@@ -30,7 +30,7 @@ import torch
 
 from millstream import progress
 from millstream._torch.compiler.size_expressions import guards_of, hold_guards, symbols_of
-from millstream._torch.switches import SwitchSettings, present
+from millstream._torch.modes.switches import SwitchSettings, present
 from millstream.cache import cache_folder, file_lock, limit_bytes, read_private, trim, write_private
 from millstream.graph import Kernel
 from millstream.lower.inductor.generated_kernels import SOURCES, GeneratedKernel, Sources

@@ -1,8 +1,8 @@
 """Faults of PyTorch's compiler, and what is done about each: a module for each.
 
 They are in folders by the stage of the compiler that they change: the graph as it was ``captured``, ``decompositions``
-of operators, the ``joint_graph`` of forward and backward, either's graph ``post_grad``, and ``kernels``, how they are
-scheduled and written.
+of operators, the ``joint_graph`` of forward and backward, either's graph ``post_grad``, ``lowerings`` of operators,
+``scheduling`` of kernels, and ``codegen``, how they are written.
 
 The list has all workarounds there are, also those for other parts of PyTorch, which are in ``millstream._torch``. Each
 says which versions need it, can be switched off (``MILLSTREAM_WITHOUT=pytorch#185873,pytorch#197039``), and has a test
@@ -24,6 +24,15 @@ from millstream._torch.compiler import lookups
 from millstream._torch.devices import capture_generators, device_guard
 from millstream._torch.workarounds import Decompositions, Workaround, without
 from millstream.lower.workarounds.captured import foreach_order
+from millstream.lower.workarounds.codegen import (
+    parts_of_buffers,
+    pytorch_175860,
+    pytorch_189895,
+    pytorch_191837,
+    pytorch_195402,
+    pytorch_196681,
+    pytorch_196728,
+)
 from millstream.lower.workarounds.decompositions import (
     expanded_scatter,
     fft_strides,
@@ -43,28 +52,23 @@ from millstream.lower.workarounds.joint_graph import (
     pytorch_197039,
     pytorch_198031,
 )
-from millstream.lower.workarounds.kernels import (
+from millstream.lower.workarounds.lowerings import (
     dropout_in_order,
-    foreach_parts,
     foreach_reads,
-    parts_of_buffers,
-    pytorch_175860,
-    pytorch_176591,
     pytorch_180848,
-    pytorch_185873,
     pytorch_188084,
-    pytorch_189895,
-    pytorch_191837,
-    pytorch_193061,
-    pytorch_195402,
-    pytorch_196681,
-    pytorch_196728,
     pytorch_197829,
     pytorch_198101,
-    pytorch_198270,
     second_writes,
 )
 from millstream.lower.workarounds.post_grad import pytorch_198094, pytorch_198131
+from millstream.lower.workarounds.scheduling import (
+    foreach_parts,
+    pytorch_176591,
+    pytorch_185873,
+    pytorch_193061,
+    pytorch_198270,
+)
 from millstream.passes.graph_pass import Pass
 
 __all__ = [

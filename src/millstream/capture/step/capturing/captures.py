@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from millstream._torch.distributed.wrappers import watch_wrapping
-from millstream._torch.switches import present
+from millstream._torch.modes.switches import present
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.signature import settings_of
@@ -21,9 +21,9 @@ from millstream.capture.step.plain.plain_runs import PlainRuns
 from millstream.capture.step.recapture import History, cause_of
 from millstream.capture.step.symbolic_sizes import ChangingSizes, NoSymbols, SizesFixed, check_symbols
 from millstream.capture.trace.patches.optimizers import CountsOnDevice, numbers_of
+from millstream.capture.trace.refusing.unsupported import check_function, check_modes, check_used, find_unsupported
 from millstream.capture.trace.request import EagerFirst, NoGraph
 from millstream.capture.trace.tracer import tracing_alone
-from millstream.capture.trace.unsupported import check_function, check_modes, check_used, find_unsupported
 from millstream.data_parallel.reduced_run import adopt_sharded
 from millstream.errors import CaptureError, FailingStepCaptureError, warn_user
 from millstream.lower import ask_early

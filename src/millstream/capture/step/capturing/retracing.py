@@ -15,8 +15,8 @@ from millstream.capture.state.discover import Found, discover
 from millstream.capture.step.calls import StepCall
 from millstream.capture.step.capturing.bind import StepState
 from millstream.capture.step.graph import StepGraph
-from millstream.capture.trace.changes import CALLBACK_REMEDY
 from millstream.capture.trace.numbers.scalars import is_number
+from millstream.capture.trace.outcome.changes import CALLBACK_REMEDY
 from millstream.capture.trace.patches.optimizers import CountsOnDevice
 from millstream.capture.trace.request import (
     Converted,

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from millstream._torch.autograd.hooks import OwnHook
 from millstream._torch.distributed.wrappers import is_distributed_run
-from millstream._torch.hooks import OwnHook
-from millstream.capture.record.instructions import begin_early
+from millstream.capture.record.interpreter.instructions import begin_early
 from millstream.capture.state.discover import Found
 from millstream.capture.step.calls import Calls, StepCall
 from millstream.capture.step.plain.plain_results import OwnTensors, detached

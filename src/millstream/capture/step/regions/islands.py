@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from millstream._torch.backward_hooks import backward_watched, reaches_before
+from millstream._torch.autograd.backward_hooks import backward_watched, reaches_before
+from millstream._torch.autograd.hooks import hook_leaf
 from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.dispatcher import is_differentiated_outside
-from millstream._torch.hooks import hook_leaf
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number
 from millstream.capture.effects.effect_recorder import recorder_of_thread

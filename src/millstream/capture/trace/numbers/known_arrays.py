@@ -21,7 +21,7 @@ from torch import Tensor
 
 from millstream.capture.effects.expressions import Always, Apply, Expression, kind_of
 from millstream.capture.lines import raise_refusal
-from millstream.capture.record.instructions import unseen
+from millstream.capture.record.interpreter.instructions import unseen
 from millstream.capture.state.contents import MAX_BYTES
 from millstream.capture.trace.numbers.arithmetic import expression_of, list_of, tuple_of
 from millstream.capture.trace.numbers.numpy_arrays import DTYPES, LaterArray, calling, later_in

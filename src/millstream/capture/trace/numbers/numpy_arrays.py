@@ -22,7 +22,7 @@ from torch import Tensor
 from millstream.capture.effects.expressions import Always, Apply, Expression
 from millstream.capture.effects.late_values import Later, Leaf, SharedValue
 from millstream.capture.lines import raise_refusal
-from millstream.capture.record.instructions import unseen
+from millstream.capture.record.interpreter.instructions import unseen
 from millstream.capture.trace.numbers.scalars import Formatted, HostScalar, Questions, is_scalar
 
 MOST_ITEMS = 4096

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from millstream._torch.hooks import optimizer_steps_seen
+from millstream._torch.autograd.hooks import optimizer_steps_seen
 from millstream.capture.lines import (
     here,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from millstream._torch.hooks import runs_foreach
+from millstream._torch.autograd.hooks import runs_foreach
 from millstream._torch.one_thread import patched
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import graph_being_traced

@@ -17,7 +17,7 @@ import torch
 from millstream._torch.one_thread import attributes_here
 from millstream.capture.lines import raise_refusal
 from millstream.capture.state.host_generators import set_state, state_of
-from millstream.capture.trace.draws import REMEDY, Draws
+from millstream.capture.trace.per_call.draws import REMEDY, Draws
 
 
 class RandomState:

@@ -12,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 from millstream._torch.tensors import FakeTensor, is_unknown, storage_id
 from millstream.capture.effects.checks import find_check
 from millstream.capture.effects.effect_recorder import EffectRecorder
-from millstream.capture.record.instructions import unseen
-from millstream.capture.trace.flows import Flows
+from millstream.capture.record.interpreter.instructions import unseen
 from millstream.capture.trace.numbers.known_values import KnownValues
 from millstream.capture.trace.numbers.numpy_arrays import LaterArray, array_of
 from millstream.capture.trace.twins import Twins
+from millstream.capture.trace.watches.flows import Flows
 
 VALUE_READERS = {
     "item": "The step reads a tensor's value with .item().",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from millstream._torch.backward_hooks import is_active
+from millstream._torch.autograd.backward_hooks import is_active
 from millstream._torch.one_thread import attributes_here
 from millstream._torch.tensors import FakeTensor, is_real, is_unknown
 from millstream._torch.tracing import (
@@ -32,18 +32,18 @@ from millstream.capture.lines import (
     is_users_own,
     raise_refusal,
 )
-from millstream.capture.record.instructions import seen
+from millstream.capture.record.interpreter.instructions import seen
 from millstream.capture.state.executed import function_asking
-from millstream.capture.trace.flows import FLOWS, Flows
 from millstream.capture.trace.numbers.known_arrays import ARRAYS, ReadArrays
 from millstream.capture.trace.numbers.known_values import KnownValues
 from millstream.capture.trace.numbers.scalar_functions import run_with_scalars
 from millstream.capture.trace.numbers.scalars import GraphScalar
 from millstream.capture.trace.numbers.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
-from millstream.capture.trace.shards import Shards
 from millstream.capture.trace.twins import Twins
 from millstream.capture.trace.watches.asked_values import ANSWERED, READ_REMEDY, VALUE_READERS, AskedValues
+from millstream.capture.trace.watches.flows import FLOWS, Flows
 from millstream.capture.trace.watches.given_tensors import fits, leaves_in, tensors_in
+from millstream.capture.trace.watches.shards import Shards
 
 _DATA = vars(torch._C.TensorBase)["data"]
 

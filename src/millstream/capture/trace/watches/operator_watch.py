@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._C import DisableTorchFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millstream._torch.checkpointing import RandomRecords
+from millstream._torch.autograd.checkpointing import RandomRecords
 from millstream._torch.compiler.node_notes import current_stream_hint, note_stream_hint
 from millstream._torch.dispatcher import is_expanded_later
 from millstream._torch.tensors import FakeTensor, asks_device, device_of_fake, is_real, is_unknown
@@ -30,11 +30,11 @@ from millstream.capture.lines import (
     raise_refusal,
     user_frames,
 )
-from millstream.capture.record.instructions import unseen
-from millstream.capture.trace.flows import FLOWS, why_not_a_body
+from millstream.capture.record.interpreter.instructions import unseen
 from millstream.capture.trace.numbers.known_values import LIFTS
 from millstream.capture.trace.twins import Twins
 from millstream.capture.trace.watches.asked_values import READ_REMEDY, VALUE_READERS
+from millstream.capture.trace.watches.flows import FLOWS, why_not_a_body
 from millstream.capture.trace.watches.function_watch import FunctionWatch
 from millstream.capture.trace.watches.given_tensors import ForeignTensor, leaves_in, tensors_in
 from millstream.capture.trace.watches.replaced_operators import REPLACEMENTS, check_targets

@@ -1,0 +1,1 @@
+"""What autograd calls and keeps."""

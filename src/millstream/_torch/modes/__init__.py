@@ -1,0 +1,1 @@
+"""Modes and switches of PyTorch's: of a thread, and of the process."""

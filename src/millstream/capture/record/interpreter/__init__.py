@@ -1,0 +1,1 @@
+"""What the interpreter does: instructions, reported one by one, and functions in C."""

@@ -1,0 +1,1 @@
+"""What is another in each call: random numbers of the host, and clocks; things stand in for what gives them."""

@@ -1,0 +1,1 @@
+"""What a step is refused for, before it runs and while it does."""

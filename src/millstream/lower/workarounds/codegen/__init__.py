@@ -1,0 +1,1 @@
+"""Changes to how Inductor writes kernels and calls them."""

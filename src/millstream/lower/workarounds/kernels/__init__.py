@@ -1,1 +1,0 @@
-"""Changes to how Inductor schedules kernels and writes them."""

@@ -1,0 +1,1 @@
+"""Changes to how Inductor lowers operators."""

@@ -1,0 +1,1 @@
+"""Where buffers lie and when: allocations, frees, one arena."""
