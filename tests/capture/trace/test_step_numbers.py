@@ -196,6 +196,22 @@ def test_what_type_a_number_has_is_answered_as_in_eager(name):
         assert step(torch.ones(size), n).tolist() == use(torch.ones(size), n).tolist()
 
 
+@pytest.mark.parametrize("number_of", [lambda x, _: x.sum().item(), lambda _, group: group["lr"]], ids=["item", "rate"])
+def test_the_type_of_what_is_no_plain_number_is_refused(number_of):
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.5)
+
+    def use(x):
+        (x * weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return x * 2 if type(number_of(x, optimizer.param_groups[0])) is float else x * 3
+
+    step = Step(use, build=interpret)
+    with pytest.warns(FallbackWarning, match="compares the type"):
+        assert [step(torch.ones(2)).tolist() for _ in range(3)] == [[2.0, 2.0]] * 3
+
+
 def test_a_step_that_asks_for_types_of_ever_more_numbers_says_so():
     step = Step(lambda x, n: x * (n if type(n) is float else 2), build=interpret, max_graphs=2)
     with pytest.warns(FallbackWarning, match=r"hardly served again\. .* compares the type .*isinstance"):

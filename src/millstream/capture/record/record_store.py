@@ -66,6 +66,9 @@ class Watch(Protocol):
     def asks(self, source: Any, read: Read | None) -> None:
         """The user's code is about to ask an iterator that was there before; and what has led to that."""
 
+    def compares(self, kind: type, others: Iterable[Any]) -> None:
+        """The user's code is about to ask whether a class is another, or one of others."""
+
     def forwards(self, module: nn.Module) -> None:
         """A module is about to be called."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from millstream.capture.lines import is_users
+from millstream.capture.lines import is_users, is_users_own
 from millstream.capture.record import fleeting
 from millstream.capture.record.interpreter.natives import (
     DEPTH,
@@ -104,6 +104,8 @@ class RecordedAccesses(Records):
         self._read(find_contents(holder))
 
     def _contains(self, key: Any, holder: Any) -> None:
+        if type(key) is type and type(holder) in (tuple, list, set, frozenset, dict):
+            self._compare(key, holder)
         self._note(fleeting.of_nan(key))
         self._key(key)
         self._read(find_item(holder, key) if is_a(holder, dict) else find_contents(holder))
@@ -192,15 +194,27 @@ class RecordedAccesses(Records):
         self._read(find_contents(value, DEPTH))
 
     def _identity(self, one: Any, other: Any) -> None:
+        self._compare_both(one, other)
         if self._at[0].co_filename != copy.__file__:  # which asks whether a copy is another object
             self._note(fleeting.of_identity(one, other))
+
+    def _compare_both(self, one: Any, other: Any) -> None:
+        if type(one) is type and type(other) is type:
+            self._compare(one, (other,))
+            self._compare(other, (one,))
+
+    def _compare(self, kind: type, others: Iterable[Any]) -> None:
+        if self.watch is not None and is_users_own(self._at[0].co_filename):
+            self._tell(self.watch.compares, kind, others)
 
     def _operator(self, *operands: Any) -> None:
         name = self._argument if is_a(self._argument, str) else ""
         if name == "mod" and is_a(operands[0], str | bytes):
             self._note(fleeting.of_text(operands[1]))
-        if name in ("eq", "ne") and is_a(operands[0], list | tuple | dict):
-            self._note(fleeting.of_nan(operands[0]))
+        if name in ("eq", "ne"):
+            self._compare_both(*operands)
+            if is_a(operands[0], list | tuple | dict):
+                self._note(fleeting.of_nan(operands[0]))
         for operand in operands:
             self._special(operand, *(f"__{prefix}{name}__" for prefix in ("", "r", "i") if name))
             if not is_a(operand, Tensor):

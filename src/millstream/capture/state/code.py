@@ -1,4 +1,4 @@
-"""Facts read from code: the names in it, what it counts, and how it asks for types and modules."""
+"""Facts read from code: the names in it, what it counts, and whose modules are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
@@ -98,32 +98,14 @@ def _key_of(item: dis.Instruction | None) -> str | None:
     return item.argval
 
 
-@functools.lru_cache(maxsize=65536)
-def compares_types(code: CodeType) -> bool:
-    """Whether some code asks for a number by its type, as in ``type(n) is float`` or ``type(n) in (int, float)``."""
-    if "type" not in code.co_names:
-        return False
-    loaded: set[str] = set()  # names that were put on the stack last
-    for item in dis.get_instructions(code):
-        is_name = item.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        is_asked = item.opname in ("IS_OP", "COMPARE_OP", "CONTAINS_OP") or (is_name and item.argval == "type")
-        if is_asked and not loaded.isdisjoint(("int", "float")):
-            return True
-        if is_name:
-            loaded.add(item.argval)
-        elif not item.opname.startswith("BUILD_"):
-            loaded.clear()
-    return False
-
-
-def is_users_module(module: ModuleType, is_theirs: Callable[[str], bool] = is_users) -> bool:
+def is_users_module(module: ModuleType) -> bool:
     """Return whether a module of Python is the user's or a library's of theirs.
 
     Also one that was made without a file.
     """
     held = vars(module)
     if file := held.get("__file__"):
-        return is_theirs(file)
+        return is_users(file)
     is_made = type(module) is ModuleType and held.get("__spec__") is None
     return is_made and module.__name__.partition(".")[0] not in {*PACKAGES, *sys.stdlib_module_names, "torch"}
 

@@ -174,7 +174,7 @@ class OneWay:
         self.clocks = Clocks(self.recorder, code.on_impure)
         self.stand_ins = StandIns(self.draws.stand_in, self.clocks.stand_in)
         self.events = self.record.watch = StepEvents(
-            request, self.record, self.numbers, code, self.draws, self.stand_ins, self.switches, self.failures
+            request, self.record, self.numbers, code, self.stand_ins, self.switches, self.failures
         )
 
     def trace(self) -> fx.GraphModule:

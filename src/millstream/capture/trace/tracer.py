@@ -25,7 +25,6 @@ from millstream._torch.devices.device_guard import keep_device_guard
 from millstream._torch.tensors import storage_id
 from millstream.capture.trace.branches.flags import StateFlag
 from millstream.capture.trace.branches.merged_ways import merge
-from millstream.capture.trace.numbers import scalar_methods  # noqa: F401  by which scalars have operators
 from millstream.capture.trace.one_way import OneWay
 from millstream.capture.trace.outcome.finished_graph import finish
 from millstream.capture.trace.request import (

@@ -14,7 +14,6 @@ from millstream.capture.record.paths import path_of
 from millstream.capture.state.lift import (
     check_apart,
 )
-from millstream.capture.trace.numbers import scalar_methods  # noqa: F401  by which scalars have operators
 from millstream.capture.trace.numbers.known_arrays import writes_array
 from millstream.capture.trace.numbers.scalars import Input
 from millstream.capture.trace.one_way import OneWay

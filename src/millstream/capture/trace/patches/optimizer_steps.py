@@ -17,7 +17,6 @@ from millstream.capture.lines import (
 )
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.discover import Found
-from millstream.capture.trace.numbers import scalar_methods  # noqa: F401  by which scalars have operators
 from millstream.capture.trace.patches.optimizers import (
     SparedGradients,
     narrow_counts,

@@ -68,17 +68,6 @@ class Draws:
         self._is_before = is_before
         self._given, self._refuse = given, refuse
         self._copies: dict[int, Any] = {}
-        self._forbidden: CaptureError | None = None
-
-    def forbid(self, reason: CaptureError) -> None:
-        """Note what keeps a step that draws from being captured."""
-        self._forbidden = reason
-        if self._questions.drawn:
-            self._raise(reason)
-
-    def _raise(self, reason: CaptureError) -> None:
-        self._refuse(reason)
-        raise reason
 
     def method(self, generator: Any, name: str, label: str) -> Callable[..., Any]:
         """Return what a program gets for a method of a generator.
@@ -147,8 +136,6 @@ class Draws:
     def _drawn(self, generator: Any, name: str, label: str, operands: list[Any], names: tuple[str, ...]) -> Any:
         if id(generator) not in self._copies:
             self._copies[id(generator)] = unseen(copy_of, generator)
-        if self._forbidden is not None:
-            self._raise(self._forbidden)
         questions = self._questions
         method = _method(generator, name)
         of = Apply(_with_names(method, names), tuple(expression_of(each, questions) for each in operands))

@@ -7,11 +7,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from millstream.capture.effects.effect_recorder import text_changed
-from millstream.capture.lines import here, is_users_own, stops_in_debugger
+from millstream.capture.lines import here, stops_in_debugger
 from millstream.capture.record.paths import path_of
 from millstream.capture.record.reads import Read
 from millstream.capture.record.recorder import Recorder
-from millstream.capture.state.code import compares_types
 from millstream.capture.state.impure import PROFILER, STARTED
 from millstream.capture.state.relevant import counts
 from millstream.capture.trace.numbers.scalars import Questions
@@ -47,19 +46,6 @@ class RefusedCode:
                 where=here(),
                 remedy="Pass the batch as an argument instead.",
             )
-        )
-
-    def compared_types(self, frame: FrameType) -> CaptureError | None:
-        """Return what is wrong with code that asks of what type a number is, where scalars stand for some.
-
-        In the user's own code only: libraries ask it of much else.
-        """
-        if not is_users_own(frame.f_code.co_filename) or not compares_types(frame.f_code):
-            return None
-        return CaptureError(
-            f"{frame.f_code.co_name} compares the type of something with int or float, while numbers change.",
-            where=here(),
-            remedy="Ask isinstance(number, int) instead.",
         )
 
     def check_leaves(self, frame: FrameType) -> None:

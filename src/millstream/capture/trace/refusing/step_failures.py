@@ -10,7 +10,6 @@ from millstream.capture.lines import (
     told,
 )
 from millstream.capture.record.interpreter.instructions import why_not
-from millstream.capture.trace.numbers import scalar_methods  # noqa: F401  by which scalars have operators
 from millstream.capture.trace.numbers.scalars import Questions
 from millstream.capture.trace.request import (
     NotNow,

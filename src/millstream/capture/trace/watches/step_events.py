@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import IOBase
 from types import BuiltinFunctionType, FrameType, MethodType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -26,12 +28,10 @@ from millstream.capture.state.host_generators import GENERATORS
 from millstream.capture.state.impure import ImpureCalls
 from millstream.capture.state.relevant import counts
 from millstream.capture.state.snapshot import StateSnapshot, is_type_of_tracing
-from millstream.capture.trace.numbers import scalar_methods  # noqa: F401  by which scalars have operators
-from millstream.capture.trace.numbers.scalars import is_scalar
+from millstream.capture.trace.numbers.scalars import HostScalar, is_scalar
 from millstream.capture.trace.outcome.changes import Changes
 from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.randomness import RandomState
-from millstream.capture.trace.per_call.draws import Draws
 from millstream.capture.trace.per_call.stand_ins import StandIns
 from millstream.capture.trace.refusing.refused_code import RefusedCode
 from millstream.capture.trace.refusing.step_failures import StepFailures
@@ -51,6 +51,9 @@ WANTED = (*GENERATORS, IOBase, Optimizer, GradScaler, BuiltinFunctionType, Metho
 """Classes of objects that are looked at before the step uses them, and of what may be their methods, or clocks."""
 
 
+_NUMBERS = (int, float, complex, np.number)
+
+
 class StepEvents:
     """Does what has to be done where a recorder tells of a read, a write, a call or code of the step's.
 
@@ -59,7 +62,6 @@ class StepEvents:
         record: The recorder's.
         numbers: Those of the request.
         code: What refuses code.
-        draws: Random numbers of the step's.
         stand_ins: What makes other things stand in for what is read.
         switches: PyTorch's.
         failures: Ends the trace.
@@ -85,7 +87,6 @@ class StepEvents:
         record: Recorder,
         numbers: UsersNumbers,
         code: RefusedCode,
-        draws: Draws,
         stand_ins: StandIns,
         switches: SwitchWatch,
         failures: StepFailures,
@@ -99,7 +100,6 @@ class StepEvents:
         self._record = record
         self._numbers = numbers
         self._code = code
-        self._draws = draws
         self._stand_ins = stand_ins
         self._report = failures.report
         self._watch = CodeWatch(
@@ -110,6 +110,19 @@ class StepEvents:
             code.on_text,
             code.on_extension,
         )
+
+    def compares(self, kind: type, others: Iterable[Any]) -> None:
+        """Stop where code asks whether the class of what stands for a number is that of a number."""
+        is_stand_in = issubclass(kind, (torch.SymInt, torch.SymFloat))
+        if not is_stand_in or not any(type(each) is type and issubclass(each, _NUMBERS) for each in others):
+            return
+        error = CaptureError(
+            "The step compares the type of something with int or float, while numbers change.",
+            where=here(),
+            remedy="Ask isinstance(number, int) instead.",
+        )
+        can_be_plain = not issubclass(kind, HostScalar) and (self._has_sizes or self._numbers.scalars)
+        self._report(TypesCompared(error) if can_be_plain and not self._is_plain else error)
 
     def begin(self) -> None:
         """The step is about to run."""
@@ -201,8 +214,4 @@ class StepEvents:
                 if new := self.changes.numbers_missing():
                     self._report(NumbersChanged(new))
                 self._report(StateMissing(f"{frame.f_code.co_name}'s cache", here(num_left_out=1)))
-        if (error := self._code.compared_types(frame)) is not None:
-            if self._has_sizes or (self._numbers.scalars and not self._is_plain):
-                self._report(TypesCompared(error))
-            self._draws.forbid(error)
         self._code.check_leaves(frame)
