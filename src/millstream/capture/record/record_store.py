@@ -69,6 +69,9 @@ class Watch(Protocol):
     def compares(self, kind: type, others: Iterable[Any]) -> None:
         """The user's code is about to ask whether a class is another, or one of others."""
 
+    def reaches_leaf(self) -> None:
+        """A node of autograd's graph is about to be asked for the tensor at its end."""
+
     def forwards(self, module: nn.Module) -> None:
         """A module is about to be called."""
 

@@ -71,8 +71,10 @@ class RecordedAccesses(Records):
     # --- attributes and items -----------------------------------------------------------------------------------------
 
     def _attribute(self, holder: Any) -> None:
-        if self._argument == "forward" and self.watch is not None and is_a(holder, nn.Module):
+        if self.watch is not None and self._argument == "forward" and is_a(holder, nn.Module):
             self._tell(self.watch.forwards, holder)
+        elif self.watch is not None and self._argument == "variable" and type(holder).__name__ == "AccumulateGrad":
+            self._tell(self.watch.reaches_leaf)
         self._read(self._find(holder, self._argument))
 
     def _find(self, holder: Any, name: str) -> Iterable[Found]:

@@ -17,9 +17,6 @@ from millstream.capture.trace.numbers.scalars import Questions
 from millstream.capture.trace.request import Request
 from millstream.errors import CaptureError
 
-_WALKING = frozenset({"next_functions", "variable"})
-"""Attributes by which one comes from a result to the parameters that it was computed from."""
-
 
 class RefusedCode:
     """Refuses code before it runs.
@@ -35,7 +32,6 @@ class RefusedCode:
         self, request: Request, record: Recorder, questions: Questions, report: Callable[[Exception], NoReturn]
     ) -> None:
         self._request, self._record, self._questions, self._report = request, record, questions, report
-        self._walked: set[str] = set()  # of ``_WALKING``, those in code that has run
 
     def asks(self, source: Any, read: Read | None) -> None:
         """Refuse a step that asks an iterator, which would give each item once."""
@@ -47,18 +43,6 @@ class RefusedCode:
                 remedy="Pass the batch as an argument instead.",
             )
         )
-
-    def check_leaves(self, frame: FrameType) -> None:
-        """Stop before code that asks autograd's graph for the parameters that it leads to: there those are twins."""
-        self._walked |= _WALKING.intersection(frame.f_code.co_names)
-        if self._walked == _WALKING:
-            self._report(
-                CaptureError(
-                    "The step follows autograd's graph to the parameters at its end (next_functions, variable).",
-                    where=here(),
-                    remedy="Do that once, outside of the step.",
-                )
-            )
 
     def on_impure(self, frame: FrameType, what: str, is_written: bool) -> None:
         """Stop before what gives something else each time, or happens outside of the process."""

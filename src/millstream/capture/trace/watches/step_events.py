@@ -111,6 +111,16 @@ class StepEvents:
             code.on_extension,
         )
 
+    def reaches_leaf(self) -> None:
+        """Stop before code that asks autograd's graph for the parameters that it leads to: there those are twins."""
+        self._report(
+            CaptureError(
+                "The step follows autograd's graph to the parameters at its end (next_functions, variable).",
+                where=here(),
+                remedy="Do that once, outside of the step.",
+            )
+        )
+
     def compares(self, kind: type, others: Iterable[Any]) -> None:
         """Stop where code asks whether the class of what stands for a number is that of a number."""
         is_stand_in = issubclass(kind, (torch.SymInt, torch.SymFloat))
@@ -214,4 +224,3 @@ class StepEvents:
                 if new := self.changes.numbers_missing():
                     self._report(NumbersChanged(new))
                 self._report(StateMissing(f"{frame.f_code.co_name}'s cache", here(num_left_out=1)))
-        self._code.check_leaves(frame)
