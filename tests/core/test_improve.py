@@ -58,6 +58,14 @@ def test_a_gain_within_the_noise_is_none():
     assert decide([C], added={("long", "c"): -30})[0] != NOTHING
 
 
+def test_a_site_has_one_alternative():
+    first, other, free = Offer("first", "a", is_alone=True), Offer("other", "a", is_alone=True), Offer("free", "a")
+    added = {("first", "a"): -50, ("other", "a"): -90, ("free", "a"): -50}
+    assert decide([first, other, free], added=added)[0] == {("first", "a"), ("free", "a")}
+    added["first", "a"] = 50
+    assert decide([first, other, free], added=added)[0] == {("other", "a"), ("free", "a")}
+
+
 def test_groups_of_sites_are_tried_alone_where_all_lose():
     choice, tried, trial = decide([B, A, C], added={("wide", "a"): -50, ("wide", "b"): 200, ("long", "c"): -50})
     assert choice == {("wide", "a"), ("long", "c")}

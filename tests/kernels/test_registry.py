@@ -65,6 +65,7 @@ OF_FAMILY = {
     "cudnn": {"convolve"},
     "horizontal-fusion": {"convolve_2d_together", "convert_weights_together"},
     "split-k": {"convolve_2d_partials", "reduce_2d_partials"},
+    "rows": set(),  # alternatives, which nothing has from the start (``test_rows``)
 }
 
 

@@ -10,6 +10,10 @@ When its products are summed, the kernel lets the one after it start likewise (`
 kernel launched in this way must wait before its first access, whatever it reads: what it comes after is decided by the
 plan. Inductor's own way of it leaves waits out where program order needs none, and stays off (``lower/compile.py``).
 
+One access may come before the wait: a load from memory that no kernel of the same CUDA graph writes
+(``early_loads.py``). All of our kernels wait before they let the next one start; so when a kernel starts early, all but
+the one directly in front have ended, and that one does not write there either.
+
 Tried on torch 2.11, Triton 3.6.
 """
 
@@ -98,7 +102,8 @@ def compiling(launches: Iterable[TritonLaunch]) -> Iterator[None]:
     if not variants:
         yield
         return
-    device = next(arg[0].device for arg in variants[0].arguments if isinstance(arg, tuple))
+    (first, *_) = variants[0].arguments
+    device = (first[0] if isinstance(first, tuple) else first).device
     with (
         ThreadPoolExecutor(min(len(variants), get_compile_threads()), "millstream-compile") as pool,
         ThreadPoolExecutor(1, "millstream-compile") as starter,

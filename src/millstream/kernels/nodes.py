@@ -97,3 +97,12 @@ def zeros_of(node: torch.fx.Node) -> list[int]:
     if node.target is not torch.ops.aten.constant_pad_nd.default or node.meta["val"].dim() != 4 or any(node.args[2:]):
         return []
     return list(node.args[1])  # type: ignore[arg-type]
+
+
+def writes_between(graph: torch.fx.Graph, start: int, end: int) -> bool:
+    """Return whether an operator between two places writes into what it is given.
+
+    What reads memory must not be moved past it.
+    """
+    nodes = list(graph.nodes)[start:end]
+    return any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in nodes)

@@ -18,11 +18,16 @@ from millstream.kernels.depthwise import depthwise, prologues
 from millstream.kernels.family import Epilogue, Family, Grouping, NodeWriter
 from millstream.kernels.launches import TritonLaunch, compiling
 from millstream.kernels.nodes import depths_of, values
+from millstream.kernels.rows import attention_patterns, product_patterns
+from millstream.kernels.rows.row_launches import bind_rows, find_row_launches
 from millstream.kernels.weights import weight_layouts, weights
 from millstream.program import Program
 
 SWITCH = "own-kernels"
 """Switches all families off, as ``options={"own_kernels": False}`` does."""
+
+ROWS = "rows"
+"""What alternatives to the usual kernels compute by."""
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -69,6 +74,13 @@ FAMILIES: tuple[Family, ...] = (
         "long sums of few results are split",
         fuse=split_k.split_long_sums,
         launches=split_k.find_split_launches,
+    ),
+    Family(
+        ROWS,
+        "products of a few rows, and attention of a few queries",
+        bind=bind_rows,
+        launches=find_row_launches,
+        kernels=frozenset({"multiply", "attend", "join_attention"}),
     ),
 )
 
@@ -153,6 +165,11 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[TritonLaunch]:
                 break
     for group in horizontal_fusion.divide(tasks):
         yield from tasks[group[0]].grouping.launches([tasks[i].task for i in group])
+
+
+# What alternatives compute by our kernels: where that can be had, and how it is put in place (``rows``).
+find_row_products, rewrite_row_products = product_patterns.find_products, product_patterns.rewrite_products
+find_row_attention, rewrite_row_attention = attention_patterns.find_attention, attention_patterns.rewrite_attention
 
 
 # --- after Inductor --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Whoever can lower and run programs brings a ``Comparison``; here it is decided w
   theirs.
 - What is kept in the end is timed once more against the usual kernels, and given up where it is no faster.
 - Nothing is tried twice, and at most ``MOST_TRIALS`` choices are.
+- Where sites can have one alternative only, no other one is tried there once it is kept.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class Offer(NamedTuple):
         group: What the sites have in common: operator, sizes and dtype.
         sites: How many they are.
         weight: What they take of the program's time, in any unit.
+        is_alone: Whether there is no other alternative at a site that has this one.
     """
 
     alternative: str
     group: str
     sites: int = 1
     weight: float = 1.0
+    is_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,11 @@ def improve_stepwise(
     """
     best, told, num_tried = NOTHING, list[Tried](), 0
     for _, same in groupby(offers, lambda offer: offer.alternative):
-        group = sorted(same, key=lambda offer: -offer.weight)
+        taken = {group for _, group in best}
+        free = (offer for offer in same if not (offer.is_alone and offer.group in taken))
+        group = sorted(free, key=lambda offer: -offer.weight)
+        if not group:
+            continue
         for tried in (group, *([each] for each in group[: MOST_ALONE if len(group) > 1 else 0])):
             if num_tried == MOST_TRIALS:
                 break

@@ -31,6 +31,7 @@ from millstream.engine.cuda.graph_io import GraphIO, make_graph_io
 from millstream.engine.cuda.plan_devices import PlanDevices
 from millstream.engine.plan_source import compile_plan
 from millstream.graph import Plan, Role, Spread
+from millstream.kernels.early_loads import early_loads
 from millstream.lower import Lowered, Phase
 from millstream.program import TensorLayout, Value
 
@@ -214,7 +215,7 @@ class Captured:
             how: dict[str, Any] = {"repeats": True, "elsewhere": elsewhere, "flows": self._flows.make}
             run = compile_plan(program, plan, bound, context=context, **how)
             try:
-                with nullcontext() if self._devices is None else self._devices.allocating():
+                with nullcontext() if self._devices is None else self._devices.allocating(), early_loads(self._slots):
                     outputs = run(memory)
             finally:
                 for lender, event in run.events:

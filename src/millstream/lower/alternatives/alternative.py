@@ -39,6 +39,9 @@ class Alternative:
     is_usual: bool = False
 
 
+WHOLE = "the program"
+"""What stands for all of its sites."""
+
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 

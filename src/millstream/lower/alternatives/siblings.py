@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.utils import detect_fake_mode
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from millstream.kernels.nodes import add_node, tidy
+from millstream.kernels.nodes import add_node, tidy, writes_between
 from millstream.lower.alternatives.alternative import Alternative, Sites, aten, products_of
 
 _SAME = {
@@ -140,7 +140,7 @@ def _groups(graph: torch.fx.Graph) -> Iterator[_Siblings]:
         siblings = _Siblings(free, side)
         if len(free) < 2 or any(before[node] & {*free} for node in free):
             continue
-        if _is_worth_it(siblings) and not _writes_between(graph, order[free[0]], order[free[-1]]):
+        if _is_worth_it(siblings) and not writes_between(graph, order[free[0]], order[free[-1]]):
             taken.update(free)
             yield siblings
 
@@ -162,15 +162,6 @@ def _ancestors(graph: torch.fx.Graph, among: set[torch.fx.Node]) -> dict[torch.f
             found |= before[each] | ({each} & among)
         before[node] = found
     return before
-
-
-def _writes_between(graph: torch.fx.Graph, start: int, end: int) -> bool:
-    """Return whether an operator between two places writes into what it is given.
-
-    A product must not be moved past it.
-    """
-    nodes = list(graph.nodes)[start:end]
-    return any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in nodes)
 
 
 def _find(graph: torch.fx.Graph) -> Sites:

@@ -11,15 +11,15 @@ import torch
 
 from millstream._torch.workarounds import left_out, without
 from millstream.kernels import registry
-from millstream.lower.alternatives.alternative import Alternative, Sites, on_gpu
+from millstream.lower.alternatives.alternative import WHOLE, Alternative, Sites, on_gpu
 from millstream.lower.alternatives.few_rows import FEW_ROWS, TUNED_ROWS
 from millstream.lower.alternatives.products import TEMPLATES, with_options
+from millstream.lower.alternatives.row_kernels import ROW_PRODUCTS, SPLIT_ATTENTION
 from millstream.lower.alternatives.siblings import SIBLINGS
 from millstream.schedule.improve import NOTHING, Choice, Offer
 
 SWITCH = "alternatives"
 """Switches all of them off, as ``options={"alternatives": False}`` does."""
-WHOLE = "the program"
 
 FIXED: Choice = NOTHING
 """What a program has where no clock may decide: the usual kernels, as none is known to be faster on every device."""
@@ -40,6 +40,8 @@ def _with_own_kernels(graph: torch.fx.Graph) -> Sites:
 
 ALTERNATIVES: tuple[Alternative, ...] = (
     SIBLINGS,
+    SPLIT_ATTENTION,
+    ROW_PRODUCTS,
     FEW_ROWS,
     TUNED_ROWS,
     TEMPLATES,
@@ -76,7 +78,7 @@ def find_offers(graph: torch.fx.Graph, *, is_step: bool, is_all: bool) -> tuple[
     Steps have no kernels of our own to do without.
     """
     return tuple(
-        Offer(each.name, group, len(weights), sum(weights))
+        Offer(each.name, group, len(weights), sum(weights), is_alone=group != WHOLE)
         for each in alternatives()
         if (is_all or each.is_usual) and not (is_step and each.without)
         for group, weights in each.find(graph).items()
