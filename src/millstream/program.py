@@ -100,6 +100,7 @@ class Program:
         aligned: Ids of the inputs whose first element kernels take to lie at a multiple of ``ALIGNMENT_BYTES``.
         tensors: How inputs, constants and buffers lie in their memory, where that is known.
         numbers: By position, inputs that are symbolic numbers; of a ``SymbolicProgram`` only.
+        loops: In words, the loops in Python of which one turn was lowered.
     """
 
     graph: KernelGraph
@@ -113,6 +114,7 @@ class Program:
     aligned: frozenset[str]
     tensors: dict[str, TensorLayout]
     numbers: dict[int, Any] = field(default_factory=dict)
+    loops: tuple[str, ...] = ()
 
     def base(self, name: str) -> str:
         """Return the input, constant or buffer that the value ``name`` lies in."""

@@ -117,7 +117,7 @@ def _at_one_size(made: Sequence[Any], size: int) -> list[Engine]:
 
 
 def _report(executable: Engine, effects: Sequence[str] = (), *, measure: bool = False) -> ProgramReport:
-    costs, notes = executable.costs, (*executable.notes, *effects)
+    costs, notes = executable.costs, (*executable.lowered.program.loops, *executable.notes, *effects)
     is_calculated = costs is None
     timeline = None
     if measure:

@@ -24,9 +24,10 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 
 from millstream import progress
+from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import compiled_with_loops, traces_unnoticed
-from millstream._torch.workarounds import left_out
+from millstream._torch.workarounds import is_off, left_out
 from millstream.errors import ArgumentError, CaptureError, LoweringError, MillstreamError, MisreadError, did_you_mean
 from millstream.kernels import registry
 from millstream.lower import workarounds
@@ -51,9 +52,11 @@ from millstream.lower.lower_graph import (
 from millstream.lower.pass_list import check_names
 from millstream.lower.plain import plain_forward
 from millstream.lower.segments import Segments, cut, has_collectives
+from millstream.lower.turns import LOOP
 from millstream.lower.updates import updates_of
 from millstream.passes.micro_batches import split_batch
 from millstream.passes.pure_bodies import make_bodies_pure
+from millstream.passes.rolling import TurnBody, Turns, roll_loops
 from millstream.signals import signals_wait
 
 #: Turns a lowered program into what PyTorch calls with the list of inputs.
@@ -171,6 +174,7 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
         "joint_custom_post_pass": workarounds.JointPasses(_user_pass(options)),
     }
     surroundings = partial(_surroundings, chosen, off, is_step=step_state is not None)
+    loops: list[Turns] = []  # that nodes of the graph stand for
 
     @signals_wait(interrupts_wait=False)  # the backward pass is lowered when it is needed, by then outside of Dynamo
     @no_collections()
@@ -194,7 +198,7 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
                 programs = list(_lower_segments(segments, kwargs, f"{name}.{phase}", phase, static, settings))
                 return _boxed(cutting.finish(segments, programs))
             lower = partial(
-                lower_graph, kwargs=kwargs, name=f"{name}.{phase}", phase=phase, static=static, options=settings
+                _lower_with, loops, kwargs=kwargs, name=f"{name}.{phase}", phase=phase, static=static, options=settings
             )
             lowered = lower(fresh, example_inputs, choosing=Choosing(is_fixed=is_fixed))
             pointer = None
@@ -208,7 +212,9 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
 
         try:
             return _try_in_turn(attempt)
-        except Exception as error:  # noqa: BLE001  whatever private Inductor code raises: plain Inductor is always possible
+        except Exception as error:  # whatever private Inductor code raises: plain Inductor is always possible
+            if loops and not isinstance(error, MisreadError):
+                raise LoweringError(f"It cannot be lowered with {loops[0]} as one.", construct=LOOP) from error
             return _run_otherwise(error, graph, example_inputs, kwargs, options, refuse)
 
     with surroundings():
@@ -229,8 +235,15 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
         original = copy.deepcopy(gm.graph)
 
         def trace(without: dict[str, Any]) -> Any:
-            loops = compiled_with_loops(inputs) if has_control_flow(gm) else contextlib.nullcontext()
-            with inductor_config.patch(without), loops:
+            if loops:  # lowered with them in vain
+                gm.graph = copy.deepcopy(original)
+                loops.clear()
+            if step_state is not None and pieces == 1 and not is_symbolic(inputs):
+                loops.extend(roll_loops(gm))
+                for body in dict.fromkeys(turns.body for turns in loops):
+                    _decompose(body, table)
+            flows = compiled_with_loops(inputs) if has_control_flow(gm) else contextlib.nullcontext()
+            with inductor_config.patch(without), flows:
                 return compile_fx(gm, list(inputs), inner, decompositions=table)  # type: ignore[arg-type]
 
         try:
@@ -241,6 +254,27 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
             refuse(error, "as plain Python")
             gm.graph = original
             return gm.forward
+
+
+def _lower_with(_loops: list[Turns], *args: Any, **kwargs: Any) -> Lowered | LoweredForSizes:
+    """Lower a graph, now or later, that has nodes for these loops."""
+    return lower_graph(*args, **kwargs)
+
+
+def _decompose(body: TurnBody, table: Any) -> None:
+    """Let a turn of a loop be what AOT autograd makes of it."""
+    found: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: Sequence[Any], **_: Any) -> Any:
+        found.append(torch.fx.GraphModule(graph, copy.deepcopy(graph.graph)))
+        return _boxed(list)
+
+    inputs = [node.meta["val"] for node in body.graph.graph.find_nodes(op="placeholder")]
+    compile_fx(body.graph, inputs, keep, decompositions=table)  # type: ignore[arg-type]
+    has_more = any(graph.graph.find_nodes(op="get_attr") for graph in found)
+    if has_more or [len(graph.graph.find_nodes(op="placeholder")) for graph in found] != [len(inputs)]:
+        raise LoweringError("AOT autograd has changed what a turn of a loop is given.", construct=LOOP)
+    body.graph = found[0]
 
 
 def _in_pieces(gm: torch.fx.GraphModule, pieces: int, static: frozenset[int], added: int) -> torch.fx.GraphModule:
@@ -294,6 +328,9 @@ def _try_in_turn(attempt: Callable[[dict[str, Any]], Any]) -> Any:
     except Exception as error:  # noqa: BLE001  raised again where nothing else helps
         forget_attempt()
         first = getattr(error, "inner_exception", error)
+        if isinstance(first, LoweringError) and first.construct == LOOP and not is_off(roll_loops.name):
+            with workarounds.without([roll_loops.name]):
+                return _try_in_turn(attempt)
         for without in other_tries(first):
             try:
                 return attempt(without)

@@ -35,7 +35,9 @@ from millstream.lower.kept import FileContent, ProgramFile, open_record
 from millstream.lower.segments import has_collectives
 from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translate import translate
+from millstream.lower.turns import LOOP, bind_turns, lower_turns
 from millstream.lower.views import check_views
+from millstream.passes.rolling import roll_loops
 from millstream.program import Program, Value
 from millstream.schedule.improve import Tried
 
@@ -192,10 +194,29 @@ def _lower_anew(
     options: dict[str, Any],
 ) -> tuple[Program, torch.fx.GraphModule, bool]:
     """The program of a graph, the wrapper that it was translated from, and whether it is for many sizes."""
+    loops = [] if is_symbolic(inputs) else roll_loops(graph)
+    try:
+        return _lower_rolled(graph, inputs, kwargs, name, phase, static, options)
+    except Exception as error:
+        if loops:
+            raise LoweringError(f"It cannot be lowered with {loops[0]} as one.", construct=LOOP) from error
+        raise
+
+
+def _lower_rolled(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+    name: str,
+    phase: Phase,
+    static: frozenset[int],
+    options: dict[str, Any],
+) -> tuple[Program, torch.fx.GraphModule, bool]:
     symbolic = is_symbolic(inputs)
     num_outputs = len(_outputs(graph))
     launches: Iterable[TritonLaunch] = ()
     bodies = partial(_lower_body, kwargs=kwargs, name=name, options=options)
+    turns = lower_turns(graph, bodies)
     controls = take_control_flow(graph, bodies, is_backward=phase is Phase.BACKWARD)
     if phase is Phase.INFERENCE and not symbolic:  # own kernels are chosen by size
         if registry.rewrite(graph):
@@ -220,7 +241,8 @@ def _lower_anew(
     if not wrappers:
         raise LoweringError("The graph has no kernels.", construct=name)
     symbolic = symbolic or is_symbolic(tree_leaves([(node.args, node.kwargs) for node in wrappers[-1].graph.nodes]))
-    program = translate(wrappers[-1], name=name, static=static, aligned=aligned, symbolic=symbolic)
+    program = translate(wrappers[-1], name=name, static=static, aligned=aligned, symbolic=symbolic, turns=turns)
+    program = bind_turns(program)
     del controls  # which the program holds
     if len(program.outputs) != num_outputs:
         raise LoweringError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -39,6 +39,8 @@ from millstream.lower.operators import (
     written_arguments,
 )
 from millstream.lower.origins import op_names, told_by
+from millstream.lower.turns import LOOP, BoundTurns
+from millstream.passes.rolling import TURNS
 from millstream.program import EMPTY, WHOLE, KernelCall, Program, TensorLayout, Value, View
 
 _PRETENDED = ("rng:", WHOLE)
@@ -52,6 +54,7 @@ def translate(
     static: frozenset[int] = frozenset(),
     aligned: frozenset[int] = frozenset(),
     symbolic: bool = False,
+    turns: Mapping[str, BoundTurns] | None = None,
 ) -> Program:
     """Turn the wrapper graph of TorchInductor into a program.
 
@@ -62,18 +65,26 @@ def translate(
         aligned: Positions of the inputs that kernels take to be aligned.
         symbolic: Whether sizes may be symbolic numbers, which they then are in the program too. It has no kernels of
             our own, for these are chosen by size.
+        turns: Loops by name, lowered.
 
     Raises:
         LoweringError: A node of the wrapper has no place in a kernel graph.
     """
-    return _Translator(gm, name, static, aligned, symbolic).run()
+    return _Translator(gm, name, static, aligned, symbolic, turns or {}).run()
 
 
 class _Translator:
     def __init__(
-        self, gm: torch.fx.GraphModule, name: str, static: frozenset[int], aligned: frozenset[int], symbolic: bool
+        self,
+        gm: torch.fx.GraphModule,
+        name: str,
+        static: frozenset[int],
+        aligned: frozenset[int],
+        symbolic: bool,
+        turns: Mapping[str, BoundTurns],
     ) -> None:
         self.gm, self.name, self.static, self.aligned, self.symbolic = gm, name, static, aligned, symbolic
+        self.turns = turns
         self.numbers: dict[int, Any] = {}
         self.inputs: list[str | None] = []
         self.static_names: set[str] = set()
@@ -110,6 +121,8 @@ class _Translator:
                 self._add_view(node)
             elif node.target is CONTROL:
                 self._add_control(node)
+            elif node.target is TURNS:
+                self._add_turns(node)
             elif node.target is operator.getitem:
                 self._add_element(node)
             else:
@@ -290,10 +303,7 @@ class _Translator:
         control = control_of(node.args)
         given: Any = node.args[0]
         for each, wanted in zip(given, control.given, strict=True):
-            value = each.meta["val"]
-            lies = zip(value.shape, value.stride(), wanted.stride, strict=True)
-            if any(size > 1 and one != other for size, one, other in lies):
-                raise LoweringError(f"{each.name} does not lie as {control.flow} reads it.", construct=control.flow)
+            self._check_lies(each, wanted.stride, str(control.flow))
         reads, writes = self._accesses(node, draws=control.draws)
         self._leave_empty(reads)
         origins = node.meta.get("origins", ())
@@ -314,6 +324,27 @@ class _Translator:
             )
         )
         self.calls.append(KernelCall(control, self._values(node.args[:1]), {}))
+
+    def _add_turns(self, node: torch.fx.Node) -> None:
+        arguments: Any = node.args
+        given, bound = arguments[0], self.turns[arguments[1]]
+        for position, wanted in bound.given.items():
+            self._check_lies(given[position], wanted, LOOP)
+        reads, writes = self._accesses(node, draws=False)
+        self._leave_empty(reads)
+        if bound.may_raise:
+            self.raising.add(len(self.kernels))
+        self.tuples[node.name] = len(self.kernels)
+        device = self._device_of(node, reads + writes)
+        self.kernels.append(Kernel(len(self.kernels), LOOP, KernelKind.CONTROL, device, reads, writes))
+        self.calls.append(KernelCall(bound, self._values(node.args[:1]), {}))
+
+    def _check_lies(self, node: torch.fx.Node, stride: tuple[int, ...], reader: str) -> None:
+        """Raise unless a value has these strides, in which it is read."""
+        value = node.meta["val"]
+        lies = zip(value.shape, value.stride(), stride, strict=True)
+        if any(size > 1 and one != other for size, one, other in lies):
+            raise LoweringError(f"{node.name} does not lie as {reader} reads it.", construct=reader)
 
     def _flops(self, node: torch.fx.Node, origins: Any) -> Any:
         if isinstance(node.target, GeneratedKernel):

@@ -42,10 +42,12 @@ class NativeKernel:
         entry: Address of a C++ function that takes an array of addresses and whole numbers, and neither needs the GIL
             nor takes it. ``None`` where there is none, and for kernels that divide integers: PyTorch 2.13 notes
             divisions by zero in one place for all of them.
+        may_raise: Whether it checks indices.
     """
 
     def __init__(self, name: str, binding: Callable[..., None], body: str) -> None:
         self.__name__ = self.__qualname__ = name
+        self.may_raise = checks_indices(body)
         self.binding = binding
         home = getattr(binding, "__self__", None)
         self.entry: int | None = None if "integer_div_error" in body else getattr(home, "entry", None)

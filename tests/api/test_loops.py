@@ -1,0 +1,124 @@
+"""Loops in Python over many turns: one turn is lowered, and values and gradients are eager PyTorch's."""
+
+import contextlib
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import millstream as ms
+from millstream._torch.workarounds import without
+from millstream.api import executables
+from millstream.check import find_races
+from millstream.passes import rolling
+from millstream.testing import spread_plan
+
+LENGTH = 24
+
+
+@pytest.fixture(autouse=True)
+def _early(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(rolling, "FEWEST_SAVED", 50)
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):  # which is written in half the time
+        yield
+
+
+class Cell(nn.Module):
+    """A recurrent cell by hand."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.x, self.h = nn.Linear(3, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        h = x.new_zeros(2, 4)
+        kept = []
+        for row in x:
+            h = (self.x(row) + self.h(h)).tanh()
+            kept.append(h)
+        return torch.stack(kept, 1)
+
+
+def trained(wrap, calls=3):
+    """Losses and weights of a loop of training, and what ran it."""
+    model = Cell().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @wrap
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    generator = torch.Generator().manual_seed(1)
+    losses = [step(torch.randn(LENGTH, 2, 3, dtype=torch.float64, generator=generator)) for _ in range(calls)]
+    return [*losses, *model.parameters()], step
+
+
+def test_a_step_lowers_one_turn_of_each_pass():
+    plain, _ = trained(lambda function: function)
+    found, step = trained(ms.step(engine="serial", strict=True))
+    torch.testing.assert_close(found, plain)
+    told = str(ms.explain(step))
+    assert told.count("equal turns of a loop") == 2
+    assert "test_loops.py" in told
+    (executable,) = executables(step)
+    assert not find_races(spread_plan(executable.lowered.program.graph, 3, random.Random(0)))
+
+
+def test_engines_give_equal_bits():
+    one, _ = trained(ms.step(engine="serial", strict=True))
+    other, _ = trained(ms.step(engine="threads", streams=2, strict=True))
+    assert all(map(torch.equal, one, other))
+
+
+def test_a_model_is_trained_as_in_eager():
+    x = torch.randn(LENGTH, 2, 3, dtype=torch.float64)
+    results = []
+    for wrap in (lambda model: model, lambda model: ms.compile(model, strict=True)):
+        model = Cell().double()
+        run = wrap(model)
+        value = run(x)
+        value.sin().sum().backward()
+        results.append([value.detach(), *(each.grad for each in model.parameters())])
+    torch.testing.assert_close(*results)
+    assert str(ms.explain(run)).count("equal turns of a loop") == 2
+
+
+def test_state_changed_in_place_in_each_turn():
+    def integrate(x, weight):
+        x = x.clone()
+        for _ in range(LENGTH):
+            x.add_(torch.tanh(x @ weight).mul_(0.1).sub_(x, alpha=0.01))
+        return x
+
+    given = torch.randn(3, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    step = ms.step(integrate, engine="serial", strict=True)
+    for _ in range(3):
+        torch.testing.assert_close(step(*given), integrate(*given))
+    assert "equal turns of a loop" in str(ms.explain(step))
+
+
+@pytest.mark.parametrize("is_off", [True, False], ids=["switched-off", "failing"])
+def test_without_it_the_loop_is_unrolled(monkeypatch, is_off):
+    def fail(self, *_):
+        raise RuntimeError("no")
+
+    def wave(x):
+        for row in x.unbind():
+            x = (x * 0.5 + row).sin() - 0.1
+        return x
+
+    if not is_off:
+        monkeypatch.setattr("millstream.lower.turns._Binder.run", fail)
+    given = torch.randn(LENGTH, 3, dtype=torch.float64)
+    with without(["loops"]) if is_off else contextlib.nullcontext():
+        step = ms.step(wave, engine="serial", strict=True)
+        for _ in range(3):
+            torch.testing.assert_close(step(given), wave(given))
+    assert "equal turns" not in str(ms.explain(step))
