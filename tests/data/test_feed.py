@@ -577,7 +577,9 @@ def test_ctrl_c_while_waiting_for_a_batch():
 @pytest.mark.parametrize("when", ["another pass begins", "a batch is asked for", "a pass ends", "it is closed"])
 def test_an_interrupt_at_any_moment_does_not_lock_a_feed(make_feed, when, monkeypatch):
     """Ctrl-C is one, and a DataLoader's news of a killed worker."""
-    monkeypatch.setattr(importlib.import_module("millstream.data.run"), "JOIN_S", 0.1)  # for a lock that Ctrl-C has met
+    monkeypatch.setattr(
+        importlib.import_module("millstream.data.passes.pass_life"), "JOIN_S", 0.1
+    )  # for a lock that Ctrl-C has met
     loader = DataLoader(torch.arange(6.0), batch_size=None)
 
     def run(interrupter):
@@ -604,14 +606,22 @@ def test_an_interrupt_at_any_moment_does_not_lock_a_feed(make_feed, when, monkey
 
     # Not Python's own start of a thread, which can be left locked.
     assert interrupt_everywhere(
-        run, "/threading.py", "/data/worker.py", "/data/run.py", "/data/feed_engine.py", "/data/feeding.py"
+        run,
+        "/threading.py",
+        "/data/passes/worker.py",
+        "/data/passes/run.py",
+        "/data/passes/pass_life.py",
+        "/data/feed_engine.py",
+        "/data/feeding.py",
     )
 
 
 @pytest.mark.parametrize("make_feed", WAYS, indirect=True)
 def test_after_an_interrupt_in_next_an_iterator_goes_on_in_the_next_pass(make_feed, monkeypatch):
     """In batches that are pulled in step, in a later one, and where there is no more."""
-    monkeypatch.setattr(importlib.import_module("millstream.data.run"), "JOIN_S", 0.1)  # for a lock that Ctrl-C has met
+    monkeypatch.setattr(
+        importlib.import_module("millstream.data.passes.pass_life"), "JOIN_S", 0.1
+    )  # for a lock that Ctrl-C has met
 
     class Counting:
         """Unlike a generator, an iterator of one's own continues after an interrupt."""
@@ -653,7 +663,16 @@ def test_after_an_interrupt_in_next_an_iterator_goes_on_in_the_next_pass(make_fe
         assert before + got == expected, interrupter.where
         fed.close()
 
-    names = "run.py", "feed_engine.py", "feeding.py", "pipeline.py", "source.py", "position.py", "generators.py"
+    names = (
+        "run.py",
+        "pass_life.py",
+        "feed_engine.py",
+        "feeding.py",
+        "pipeline.py",
+        "source.py",
+        "position.py",
+        "generators.py",
+    )
     names += ("transfer/transfer.py", "transfer/to_gpu.py", "transfer/buffers.py")
     files = [f"/data/{name}" for name in names]
     for num_before, transform in ((0, torch.neg), (1, torch.neg), (1, None), (3, torch.neg), (5, torch.neg)):

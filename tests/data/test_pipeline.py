@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from millstream.data.pipeline import IN_STEP, Do, Message, Pipeline
+from millstream.data.passes.pipeline import IN_STEP, Do, Message, Pipeline
 from millstream.errors import ArgumentError
 
 

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from millstream.kernels import cudnn, nodes
 from millstream.lower.inductor.generated_kernels import GeneratedKernel, KernelArgument
-from millstream.lower.translate import translate
+from millstream.lower.translation.translate import translate
 
 CONVOLUTION, RELU = torch.ops.aten.convolution.default, torch.ops.aten.relu.default
 IN_PLACE = (KernelArgument("in_out_ptr0", True, True), KernelArgument("in_ptr0", True, False))

@@ -19,7 +19,7 @@ from millstream.kernels.conv2d.channels import align_channels
 from millstream.kernels.conv2d.conv2d import CONVOLVE, convolve_2d
 from millstream.kernels.conv2d.epilogues import absorb_epilogues
 from millstream.kernels.nodes import arguments_of
-from millstream.lower.translate import translate
+from millstream.lower.translation.translate import translate
 from millstream.schedule import POLICIES, plan_graph
 from millstream.testing import execute_graph, execute_plan
 from tests.kernels.test_channels import DOUBLE, Branches, Net, anywhere, changed, close, trace

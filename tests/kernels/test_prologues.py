@@ -19,7 +19,7 @@ from millstream.kernels.depthwise import depthwise, prologues
 from millstream.kernels.depthwise.depthwise import CONVOLVE_DEPTHWISE, convolve_depthwise
 from millstream.kernels.depthwise.prologues import absorb_prologues
 from millstream.kernels.nodes import arguments_of
-from millstream.lower.translate import translate
+from millstream.lower.translation.translate import translate
 from tests.kernels.test_channels import DOUBLE, Net, anywhere, changed, close
 
 __all__ = ["anywhere"]  # a fixture

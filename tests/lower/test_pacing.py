@@ -6,7 +6,7 @@ from millstream._torch.workarounds import without
 from millstream.check import check_plan
 from millstream.cost import Roofline
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.pacing import Travel, pace
+from millstream.lower.segmented.pacing import Travel, pace
 from millstream.schedule import peak_bytes, plan_graph
 
 LAYERS = 6

@@ -8,8 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from millstream._torch.distributed.collectives import EXCHANGE, register_exchange
 from millstream.data_parallel.exchange import ExchangeMemory
-from millstream.lower.segments import cut
-from millstream.lower.updates import updates_of
+from millstream.lower.segmented.segments import cut
+from millstream.lower.segmented.updates import updates_of
 
 
 class Doubling:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from millstream.capture.effects.effect_recorder import open_structure, recorder_of_thread
+from millstream.capture.trace.recorded_effects.effect_recorder import open_structure, recorder_of_thread
 from millstream.errors import ArgumentError
 from millstream.locks import released
 from millstream.results import fetch

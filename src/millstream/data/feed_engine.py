@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from millstream.data.run import FeedRun
+from millstream.data.passes.run import FeedRun
+from millstream.data.passes.worker import Worker
 from millstream.data.transfer.transfer import Transfer
-from millstream.data.worker import Worker
 
 
 class PassHandle:

@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader, Dataset
 from millstream._torch.distributed.wrappers import is_distributed_run
 from millstream.data.feed_engine import FeedEngine, PassHandle
 from millstream.data.feed_options import ELSEWHERE, Options
-from millstream.data.generators import DrawWatch
 from millstream.data.lengths import Lengths, Value
-from millstream.data.pipeline import IN_STEP, Pipeline
-from millstream.data.position import Position
+from millstream.data.passes.pipeline import IN_STEP, Pipeline
+from millstream.data.passes.run import FeedRun
 from millstream.data.profiler import Profiler
-from millstream.data.run import FeedRun
 from millstream.data.shaping import Shaper, make_transform
-from millstream.data.source import Source, begins_in_caller, is_stored
+from millstream.data.sources.generators import DrawWatch
+from millstream.data.sources.position import Position
+from millstream.data.sources.source import Source, begins_in_caller, is_stored
 from millstream.data.stats import Stats
 from millstream.data.together import Together
 from millstream.data.transfer.refills import RefillWatch

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from millstream.data.lengths import Lengths
-from millstream.data.position import Position
+from millstream.data.sources.position import Position
 from millstream.data.transfer.transfer import Transform
 from millstream.errors import ArgumentError, FeedError
 from millstream.tree.arrays import as_tensor

@@ -5,11 +5,11 @@ from millstream.engine.by_size import BySize
 from millstream.engine.cuda.captured import ProgramPair
 from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.engine import Engine
+from millstream.engine.host.serial_engine import SerialEngine
+from millstream.engine.host.streams_engine import StreamsEngine
 from millstream.engine.improving import Improving
 from millstream.engine.parallel.agreed import AgreedEngine
 from millstream.engine.placed.placed_program import find_constraints
-from millstream.engine.serial_engine import SerialEngine
-from millstream.engine.streams_engine import StreamsEngine
 
 __all__ = [
     "AgreedEngine",

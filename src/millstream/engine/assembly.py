@@ -24,9 +24,9 @@ from millstream.engine.cuda.cuda_graph import CudaGraphEngine
 from millstream.engine.cuda.placed_gpus import PlacedOnGpus
 from millstream.engine.cuda.plan_devices import room_on
 from millstream.engine.engine import Engine
+from millstream.engine.host.serial_engine import SerialEngine
+from millstream.engine.host.streams_engine import StreamsEngine
 from millstream.engine.placed.placed_engine import PlacedEngine
-from millstream.engine.serial_engine import SerialEngine
-from millstream.engine.streams_engine import StreamsEngine
 from millstream.errors import ArgumentError, DeviceError
 from millstream.graph import Plan
 from millstream.lower import Lowered

@@ -8,7 +8,7 @@ from millstream.program import KernelCall, Program, TensorLayout, Value, View
 if TYPE_CHECKING:
     from millstream.lower.compile import Cutting, Lowered, LoweredForSizes, Phase, check_options, compile_graph
     from millstream.lower.failures import describe_failure
-    from millstream.lower.segments import Segments
+    from millstream.lower.segmented.segments import Segments
 
 __all__ = [
     "Cutting",

@@ -51,9 +51,9 @@ from millstream.lower.lower_graph import (
 )
 from millstream.lower.pass_list import check_names
 from millstream.lower.plain import plain_forward
-from millstream.lower.segments import Segments, cut, has_collectives
+from millstream.lower.segmented.segments import Segments, cut, has_collectives
+from millstream.lower.segmented.updates import updates_of
 from millstream.lower.turns import LOOP
-from millstream.lower.updates import updates_of
 from millstream.passes.micro_batches import split_batch
 from millstream.passes.pure_bodies import make_bodies_pure
 from millstream.passes.rolling import TurnBody, Turns, roll_loops

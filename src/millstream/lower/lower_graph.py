@@ -32,9 +32,9 @@ from millstream.lower.inductor.fx_wrapper import collect_wrappers
 from millstream.lower.inductor.once.equal_kernels import equal_kernels
 from millstream.lower.inductor.shortcuts import shortcuts
 from millstream.lower.kept import FileContent, ProgramFile, open_record
-from millstream.lower.segments import has_collectives
+from millstream.lower.segmented.segments import has_collectives
 from millstream.lower.symbolic import SymbolicProgram
-from millstream.lower.translate import translate
+from millstream.lower.translation.translate import translate
 from millstream.lower.turns import LOOP, bind_turns, lower_turns
 from millstream.lower.views import check_views
 from millstream.passes.rolling import roll_loops

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from millstream._torch.tensors import FakeTensorMode
-from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.expressions import Nth
-from millstream.capture.trace.numbers.scalars import GraphScalar, Questions
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import GraphScalar
 from millstream.capture.trace.patches.numbers import math_takes_scalars
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
 from millstream.capture.trace.twins import Twins
 from millstream.capture.trace.watches.function_watch import FunctionWatch
 
@@ -24,7 +25,7 @@ LATER = 0.25
 
 def scalar(value, later=LATER):
     """A number, which the graph reads as it is in a later call."""
-    questions = Questions(lambda number, dtype: torch.tensor(number.of([later]), dtype=dtype))
+    questions = Questions(lambda of, device, dtype: torch.tensor(of([later]), dtype=dtype))
     return GraphScalar(value, Nth(0), questions, torch.device("cpu"))
 
 

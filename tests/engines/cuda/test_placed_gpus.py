@@ -19,9 +19,9 @@ from millstream.engine import assembly
 from millstream.engine.cuda import links, placed_trial, plan_devices
 from millstream.engine.cuda import placed_gpus as placed
 from millstream.engine.cuda.captured import ProgramPair
+from millstream.engine.host.serial_engine import SerialEngine
 from millstream.engine.placed.placed_program import Devices, find_constraints, place_program
 from millstream.engine.plan_source import compile_plan
-from millstream.engine.serial_engine import SerialEngine
 from millstream.errors import ArgumentError, DeviceError
 from millstream.graph import CHOSEN
 from millstream.lower.inductor import tuning

@@ -1,4 +1,4 @@
-"""An operator that stands for one collective in a graph: where the graph is cut, see ``lower/segments.py``.
+"""An operator that stands for one collective in a graph: where the graph is cut, see ``lower/segmented/segments.py``.
 
 Tried on torch 2.11 and 2.13.
 """

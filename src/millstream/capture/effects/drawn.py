@@ -21,7 +21,7 @@ from millstream.capture.effects.expressions import (
     compile_steps,
     indices_in,
 )
-from millstream.capture.state.host_generators import set_state, state_of
+from millstream.capture.effects.host_generators import set_state, state_of
 
 
 class Drawing:

@@ -21,7 +21,7 @@ from millstream.capture.kept.ways import Reader, WayWriter
 from millstream.capture.lines import is_users
 from millstream.capture.record.location import Attributes, Location
 from millstream.capture.record.reads import is_a
-from millstream.capture.trace.numbers.scalars import Input, Questions
+from millstream.capture.trace.numbers.questions import Input, Questions
 from millstream.tree.containers import slots_of
 from millstream.tree.spec import Reference
 

@@ -45,7 +45,7 @@ from millstream.capture.record.recorded_code import make_recorder
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import lift
-from millstream.capture.trace.numbers.scalars import Questions
+from millstream.capture.trace.numbers.questions import Questions
 from millstream.capture.trace.request import Request, Traced
 from millstream.lower.kept.key import ProgramNotKept as NotDescribed
 from millstream.lower.kept.key import describe_settings

@@ -28,6 +28,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from millstream._torch.autograd.hooks import hooks_of_all_modules, hooks_of_module, hooks_of_optimizer
+from millstream.capture.effects.host_generators import GENERATORS
 from millstream.capture.effects.late_values import Later
 from millstream.capture.effects.output_libraries import PACKAGES
 from millstream.capture.lines import is_ours, is_users, is_users_own, place_of, told
@@ -35,7 +36,6 @@ from millstream.capture.record.location import MISSING, ClassAttributes, Items, 
 from millstream.capture.record.reads import WHOLE
 from millstream.capture.state.code import NAMESPACES, is_users_module, names_of
 from millstream.capture.state.contents import Answers, is_container, without_cache
-from millstream.capture.state.host_generators import GENERATORS
 from millstream.errors import CaptureError
 from millstream.tree.spec import SCALARS
 

@@ -114,7 +114,7 @@ def _may_run_users(frame: FrameType | None) -> bool:
     return not is_ours(began) or began.endswith(_FOR_USERS)
 
 
-_FOR_USERS = ("data/worker.py", "results/fetcher.py")
+_FOR_USERS = ("data/passes/worker.py", "results/fetcher.py")
 """Files of ours with threads that call what a user has given: sources, transforms and callbacks."""
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from millstream._torch.tensors import FakeTensor
+from millstream.capture.effects.host_generators import StandsForGenerator
 from millstream.capture.effects.late_values import Later, holds_token
 from millstream.capture.lines import is_millstreams, is_users
 from millstream.capture.record.location import MISSING, Attributes, Location
@@ -39,7 +40,6 @@ from millstream.capture.state.contents import (
 )
 from millstream.capture.state.discover import Found
 from millstream.capture.state.executed import others_may_write
-from millstream.capture.state.host_generators import StandsForGenerator
 from millstream.capture.state.relevant import counts
 from millstream.capture.state.signature import is_same
 

@@ -23,7 +23,8 @@ from millstream.capture.state.signature import is_other, is_same
 from millstream.capture.step.calls import CallForm
 from millstream.capture.step.replay_errors import as_eager
 from millstream.capture.step.symbolic_sizes import SizeGuard, form_without_sizes, numbers_of
-from millstream.capture.trace.numbers.scalars import Questions, is_number
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import is_number
 from millstream.capture.trace.request import NotNow
 from millstream.device.tensor_specs import TensorSpecs
 from millstream.errors import CaptureError

@@ -38,8 +38,7 @@ from millstream._torch.tracing import (
 )
 from millstream._torch.unseen import exchanged
 from millstream._torch.workarounds import is_off
-from millstream.capture.effects.effect_recorder import EffectRecorder as EffectsRecorder
-from millstream.capture.effects.printed import outputs_recorded
+from millstream.capture.effects.expressions import Expression
 from millstream.capture.lines import (
     here,
     is_of_call,
@@ -58,8 +57,10 @@ from millstream.capture.state.snapshot import StateSnapshot
 from millstream.capture.trace.branches.flags import StateFlags
 from millstream.capture.trace.branches.value_branches import Ways
 from millstream.capture.trace.numbers import scalar_methods  # noqa: F401  by which scalars have operators
-from millstream.capture.trace.numbers.scalars import GraphScalar, Questions, give_back, is_scalar
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import is_scalar
 from millstream.capture.trace.numbers.sizes import TracedSizes
+from millstream.capture.trace.numbers.users_numbers import UsersNumbers, give_back
 from millstream.capture.trace.outcome.changes import Changes
 from millstream.capture.trace.outcome.traced_tensors import SIDE_EFFECT_REMEDY, Leaving, check_left
 from millstream.capture.trace.patches.averages import averages_take_first
@@ -77,6 +78,8 @@ from millstream.capture.trace.patches.randomness import RandomState, draws_recor
 from millstream.capture.trace.per_call.clocks import Clocks
 from millstream.capture.trace.per_call.draws import Draws
 from millstream.capture.trace.per_call.stand_ins import StandIns
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder as EffectsRecorder
+from millstream.capture.trace.recorded_effects.printed import outputs_recorded
 from millstream.capture.trace.refusing.refused_code import RefusedCode
 from millstream.capture.trace.refusing.step_failures import StepFailures, not_recorded
 from millstream.capture.trace.request import (
@@ -87,7 +90,6 @@ from millstream.capture.trace.request import (
     StateMissing,
 )
 from millstream.capture.trace.twins import Twins, fake_of, real_of
-from millstream.capture.trace.users_numbers import UsersNumbers
 from millstream.capture.trace.watches.function_watch import FunctionWatch
 from millstream.capture.trace.watches.given_tensors import ForeignTensor
 from millstream.capture.trace.watches.operator_watch import OperatorWatch
@@ -404,8 +406,8 @@ class OneWay:
                 without_frames(error)
             raise Converted from None
 
-    def _new_input(self, number: GraphScalar, dtype: torch.dtype) -> Tensor:
-        return self.new_inputs.add(dtype, number.device)
+    def _new_input(self, _: Expression, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return self.new_inputs.add(dtype, device)
 
     def _new_array(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.new_inputs.add(dtype, device, shape)

@@ -17,7 +17,7 @@ from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.discover import Found
 from millstream.capture.state.lift import Lifted
 from millstream.capture.trace.branches.flags import StateFlag
-from millstream.capture.trace.numbers.scalars import Questions
+from millstream.capture.trace.numbers.questions import Questions
 from millstream.capture.trace.numbers.sizes import TracedSizes
 from millstream.data_parallel.reducer import Reducer
 from millstream.errors import CaptureError

@@ -23,9 +23,9 @@ from millstream.engine.cpu.cpu_choice import CpuTrial, measure_kernels
 from millstream.engine.cpu.threads_native import Runner, compile_threads
 from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
 from millstream.engine.engine import Engine
+from millstream.engine.host.serial_engine import SerialEngine
 from millstream.engine.placed.placed_engine import PlacedEngine
 from millstream.engine.placed.placed_program import find_constraints, place_program
-from millstream.engine.serial_engine import SerialEngine
 from millstream.errors import ArgumentError, PlanError
 from millstream.graph import CHOSEN, Plan
 from millstream.lower import Lowered

@@ -21,8 +21,8 @@ from millstream.engine.cpu.cpu_choice import MEASURED_CALLS, CpuPlanner
 from millstream.engine.cpu.threads_native import Runner, compile_threads
 from millstream.engine.cpu.worker_pool import WorkerPool, intra_op_threads, worker_pool
 from millstream.engine.engine import Engine
+from millstream.engine.host.serial_engine import SerialEngine
 from millstream.engine.plan_source import CompiledPlan, compile_plan
-from millstream.engine.serial_engine import SerialEngine
 from millstream.graph import Candidate, Plan
 from millstream.lower import Lowered
 from millstream.schedule import Scheduling, assign_offsets

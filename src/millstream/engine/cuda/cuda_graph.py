@@ -48,10 +48,10 @@ from millstream.engine.cuda import graph_io
 from millstream.engine.cuda.captured import Captured, ProgramPair
 from millstream.engine.cuda.replayer import Replayer, bytes_in_place
 from millstream.engine.engine import Engine
+from millstream.engine.host.serial_engine import SerialEngine
 from millstream.engine.planning.background import Background
 from millstream.engine.planning.planner import Planner
 from millstream.engine.planning.trial import Trials
-from millstream.engine.serial_engine import SerialEngine
 from millstream.engine.unchanged import replays_unchanged, unchanged
 from millstream.errors import DeviceError, InternalError, PlanError
 from millstream.graph import Candidate, Plan

@@ -44,7 +44,7 @@ from millstream.engine.unchanged import unchanged
 from millstream.errors import LoweringError
 from millstream.graph import Timeline
 from millstream.lower import Lowered
-from millstream.lower.segments import Segments
+from millstream.lower.segmented.segments import Segments
 from millstream.schedule import Scheduling
 from millstream.settings import Settings
 from millstream.simulate import with_collectives

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from millstream._torch.distributed.collectives import exchange_of
-from millstream.lower.segments import Segment, Segments
+from millstream.lower.segmented.segments import Segment, Segments
 
 
 class SegmentedEngine:

@@ -24,6 +24,7 @@ from millstream.device import DeviceContext, context, guard
 from millstream.device.cuda_graphs.capturing import repair
 from millstream.engine.cuda.captured import Captured, ProgramPair
 from millstream.engine.engine import Engine
+from millstream.engine.host.serial_engine import SerialEngine
 from millstream.engine.parallel.communicator_trial import Settled, choose_communicator
 from millstream.engine.parallel.lockstep import (
     LockstepTrials,
@@ -34,12 +35,11 @@ from millstream.engine.parallel.lockstep import (
 )
 from millstream.engine.parallel.watchdog import Watchdog, watchdog_of
 from millstream.engine.planning.store import Store, choice_key
-from millstream.engine.serial_engine import SerialEngine
 from millstream.engine.unchanged import replays_unchanged
 from millstream.graph import Candidate, KernelKind, Plan
 from millstream.lower import Lowered, Phase
-from millstream.lower.merging import merge
-from millstream.lower.segments import Segments
+from millstream.lower.segmented.merging import merge
+from millstream.lower.segmented.segments import Segments
 from millstream.schedule import Scheduling, plan_serial
 from millstream.schedule.choose import Found, choose, to_json
 

@@ -21,7 +21,7 @@ from millstream._torch.compiler.size_expressions import decode_expression, encod
 from millstream._torch.compiler.symbols import NUMBERS, definition_of, expression_of
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.lower.kept.key import ProgramNotKept, bytes_of
-from millstream.lower.translate import storage_bytes
+from millstream.lower.translation.memory_table import storage_bytes
 from millstream.program import KernelCall, Program, TensorLayout, Value, View
 
 _CLASSES: dict[str, type] = {

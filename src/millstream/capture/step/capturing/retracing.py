@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millstream._torch.distributed.fully_sharded import any_sharded
-from millstream.capture.effects.effect_recorder import text_changed
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.kept.traces import Shelf, open_shelf
 from millstream.capture.record.location import Location
@@ -18,6 +17,7 @@ from millstream.capture.step.graph import StepGraph
 from millstream.capture.trace.numbers.scalars import is_number
 from millstream.capture.trace.outcome.changes import CALLBACK_REMEDY
 from millstream.capture.trace.patches.optimizers import CountsOnDevice
+from millstream.capture.trace.recorded_effects.effect_recorder import text_changed
 from millstream.capture.trace.request import (
     Converted,
     Disturbed,

@@ -29,7 +29,6 @@ from millstream._torch.compiler.dynamo import is_compiling
 from millstream._torch.dispatcher import is_differentiated_outside
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import next_sequence_number
-from millstream.capture.effects.effect_recorder import recorder_of_thread
 from millstream.capture.kept.elsewhere import Job
 from millstream.capture.lines import here, raise_refusal
 from millstream.capture.step.calls import StepCall
@@ -37,6 +36,7 @@ from millstream.capture.step.graph import StepGraph
 from millstream.capture.step.regions.split import UNBOUND, FunctionPart, split_function
 from millstream.capture.step.step import P, R, Step
 from millstream.capture.trace.numbers.scalars import is_scalar, is_size
+from millstream.capture.trace.recorded_effects.effect_recorder import recorder_of_thread
 from millstream.data_parallel.reduced_run import ReducedRun
 from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError
 from millstream.tree.containers import is_open_container, parts_of

@@ -6,7 +6,6 @@ from typing import Any, Protocol, TypeVar
 
 from torch import fx
 
-from millstream.capture.effects.effect_recorder import EffectRecorder, text_changed
 from millstream.capture.effects.expressions import Ask, computes_the_same
 from millstream.capture.effects.host_effects import Way
 from millstream.capture.trace.branches.value_branches import (
@@ -16,9 +15,10 @@ from millstream.capture.trace.branches.value_branches import (
     join_effects,
     join_gradients,
 )
-from millstream.capture.trace.numbers.scalars import Questions
+from millstream.capture.trace.numbers.questions import Questions
 from millstream.capture.trace.outcome.traced_tensors import Leaving
 from millstream.capture.trace.per_call.draws import are_alike
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder, text_changed
 from millstream.capture.trace.request import Request
 from millstream.passes.selecting import DifferentWays, merge_ways, results_of, set_results
 

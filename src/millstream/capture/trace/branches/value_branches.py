@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millstream.capture.effects.effect_recorder import EffectRecorder, open_structure
 from millstream.capture.effects.host_effects import Effect, EffectCall, Output, Way, all_needs
 from millstream.capture.effects.late_values import LateItem
 from millstream.capture.lines import here, stopped_at
 from millstream.capture.trace.outcome.traced_tensors import Leaving
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder, open_structure
 from millstream.errors import CaptureError
 from millstream.passes.selecting import DifferentWays
 

@@ -25,18 +25,10 @@ from torch import Tensor
 from millstream.capture.effects.expressions import Always, Apply, Expression
 from millstream.capture.effects.late_values import Leaf
 from millstream.capture.lines import may_be_caught
-from millstream.capture.trace.numbers.scalars import (
-    INT64,
-    USUAL,
-    Bounds,
-    GraphScalar,
-    HostScalar,
-    Questions,
-    is_double,
-    is_scalar,
-    is_tensor,
-    is_within,
-)
+from millstream.capture.trace.numbers.host_scalars import HostScalar
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import GraphScalar, is_scalar, is_tensor
+from millstream.capture.trace.numbers.whole_numbers import INT64, USUAL, Bounds, is_double, is_within
 
 BEYOND = -(2**64), 2**64
 """Bounds of what may take more than 64 bits, or fail."""

@@ -25,7 +25,8 @@ from millstream.capture.record.interpreter.instructions import unseen
 from millstream.capture.state.contents import MAX_BYTES
 from millstream.capture.trace.numbers.arithmetic import expression_of, list_of, tuple_of
 from millstream.capture.trace.numbers.numpy_arrays import DTYPES, LaterArray, calling, later_in
-from millstream.capture.trace.numbers.scalars import GraphScalar, Questions, is_number, is_scalar
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import GraphScalar, is_number, is_scalar
 from millstream.errors import CaptureError
 
 _TO_TORCH = {dtype: own for own, dtype in DTYPES.items()}

@@ -23,7 +23,9 @@ from millstream.capture.effects.expressions import Always, Apply, Expression
 from millstream.capture.effects.late_values import Later, Leaf, SharedValue
 from millstream.capture.lines import raise_refusal
 from millstream.capture.record.interpreter.instructions import unseen
-from millstream.capture.trace.numbers.scalars import Formatted, HostScalar, Questions, is_scalar
+from millstream.capture.trace.numbers.host_scalars import HostScalar
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import Formatted, is_scalar
 
 MOST_ITEMS = 4096
 """Of an array that becomes a list, or whose rows are gone through."""

@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from millstream.capture.trace.numbers.arithmetic import NumberForm, bounds_of, compute, of_answers
-from millstream.capture.trace.numbers.scalars import (
-    GraphScalar,
-    HostScalar,
-    as_scalar,
-    is_scalar,
-    is_tensor,
-)
+from millstream.capture.trace.numbers.host_scalars import HostScalar
+from millstream.capture.trace.numbers.scalars import GraphScalar, as_scalar, is_scalar, is_tensor
 
 
 def _combining(function: Callable[[Any, Any], Any], *, swapped: bool) -> Callable[[GraphScalar, Any], Any]:

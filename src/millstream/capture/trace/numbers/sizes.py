@@ -31,14 +31,16 @@ from millstream._torch.compiler.symbols import (
     mode_for_sizes,
 )
 from millstream.capture.lines import here, is_ours, is_pythons
-from millstream.capture.trace.numbers.scalars import USUAL, HostScalar, Questions, is_scalar
+from millstream.capture.trace.numbers.host_scalars import HostScalar
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import is_scalar
+from millstream.capture.trace.numbers.whole_numbers import USUAL
 
 GIVE_SIZES = frozenset({"stride", "__len__"})
 """What gives sizes of a tensor that are not told from other results by their type."""
 
 ARE_SIZES = frozenset({torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool})
 """Types of what gives sizes otherwise: ``shape``, ``numel()``, ``nbytes`` and so on."""
-
 
 MOST_ELEMENTS = 2**48
 """No size is larger."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.expressions import Always
 from millstream.capture.effects.host_effects import EffectWrite, Extend, Output
 from millstream.capture.record.location import MISSING, Location
@@ -16,11 +15,13 @@ from millstream.capture.record.recorder import Recorder as Record
 from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.signature import is_same
 from millstream.capture.state.snapshot import Change, HolderKind, StateSnapshot, is_type_of_tracing
-from millstream.capture.trace.numbers.scalars import Questions, as_scalar, is_known_later, is_number, is_scalar
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import as_scalar, is_known_later, is_number, is_scalar
+from millstream.capture.trace.numbers.users_numbers import UsersNumbers
 from millstream.capture.trace.patches.optimizers import is_schedulers
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
 from millstream.capture.trace.request import Disturbed, FirstChange, NumbersChanged, OneShot, Request, StateMissing
 from millstream.capture.trace.twins import is_traced
-from millstream.capture.trace.users_numbers import UsersNumbers
 from millstream.capture.trace.watches.given_tensors import fits
 from millstream.errors import CaptureError
 from millstream.tree.spec import SCALARS

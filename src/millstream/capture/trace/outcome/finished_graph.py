@@ -9,15 +9,15 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from millstream._torch.tensors import storage_id
-from millstream.capture.effects.effect_recorder import text_changed
 from millstream.capture.record.paths import path_of
 from millstream.capture.state.lift import (
     check_apart,
 )
 from millstream.capture.trace.numbers.known_arrays import writes_array
-from millstream.capture.trace.numbers.scalars import Input
+from millstream.capture.trace.numbers.questions import Input
 from millstream.capture.trace.one_way import OneWay
 from millstream.capture.trace.outcome.traced_tensors import writes_host
+from millstream.capture.trace.recorded_effects.effect_recorder import text_changed
 from millstream.capture.trace.request import (
     Traced,
 )

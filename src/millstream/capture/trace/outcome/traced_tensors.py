@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from millstream._torch.scaler import is_idle
 from millstream._torch.tensors import FakeTensor, is_same_view, storage_id
 from millstream._torch.tracing import graph_being_traced
-from millstream.capture.effects.effect_recorder import EffectRecorder, open_structure
 from millstream.capture.effects.host_effects import Effects, EffectWrite, Output
 from millstream.capture.record.location import Location
 from millstream.capture.record.paths import places_of
@@ -25,6 +24,7 @@ from millstream.capture.state.objects import objects_of_batch
 from millstream.capture.state.snapshot import Change
 from millstream.capture.trace.numbers.scalars import is_known_later, is_tensor
 from millstream.capture.trace.outcome.changes import needs_gradient
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder, open_structure
 from millstream.capture.trace.request import Request
 from millstream.capture.trace.twins import fake_of, is_traced, real_of
 from millstream.capture.trace.watches.given_tensors import ForeignTensor, fits

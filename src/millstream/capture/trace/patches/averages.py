@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
 from millstream._torch.one_thread import patched
-from millstream.capture.effects.effect_recorder import EffectRecorder
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
 
 
 class _Started:

@@ -10,7 +10,7 @@ from threading import get_ident
 from torch._C import DisableTorchFunction  # itself: a trace puts another in its place
 
 from millstream._torch.tensors import real_tensors
-from millstream.capture.effects.effect_recorder import EffectRecorder
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
 
 
 @contextmanager

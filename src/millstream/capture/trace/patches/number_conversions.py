@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from millstream import _native
 from millstream.capture.lines import may_be_caught
 from millstream.capture.trace.numbers.arithmetic import compute
+from millstream.capture.trace.numbers.host_scalars import HostScalar
 from millstream.capture.trace.numbers.numpy_arrays import LaterArray
-from millstream.capture.trace.numbers.scalars import GraphScalar, HostScalar, is_number, is_scalar
+from millstream.capture.trace.numbers.scalars import GraphScalar, is_number, is_scalar
 
 _FIELD = re.compile(r"%(?:\((?P<key>[^)]*)\))?(?P<how>[-+ #0]*[\d*]*(?:\.[\d*]*)?)[hlL]?(?P<kind>.)", re.DOTALL)
 """A place in text for a value, as Python's documentation of printf-style formatting has it."""

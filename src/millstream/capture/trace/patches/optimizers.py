@@ -17,13 +17,13 @@ from millstream._torch.autograd.hooks import runs_foreach
 from millstream._torch.one_thread import patched
 from millstream._torch.tensors import storage_id
 from millstream._torch.tracing import graph_being_traced
-from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.late_values import Returned
-from millstream.capture.effects.printed import with_subclasses
 from millstream.capture.lines import raise_refusal, told
 from millstream.capture.record.location import Location, SequenceItems, SharedEntries
 from millstream.capture.state.others import stand_for
 from millstream.capture.trace.numbers.scalars import is_number, is_scalar, is_whole
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
+from millstream.capture.trace.recorded_effects.printed import with_subclasses
 from millstream.capture.trace.request import NumberInput
 from millstream.errors import CaptureError
 from millstream.locks import TRACING

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from millstream._torch.one_thread import attributes_here
+from millstream.capture.effects.host_generators import set_state, state_of
 from millstream.capture.lines import raise_refusal
-from millstream.capture.state.host_generators import set_state, state_of
 from millstream.capture.trace.per_call.draws import REMEDY, Draws
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from millstream._torch.one_thread import attributes_here
 from millstream._torch.tracing import graph_being_traced
-from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.lines import is_users_own
 from millstream.capture.state.impure import asking_of
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
 
 CLOCKS = frozenset(
     getattr(time, f"{name}{unit}")

@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.expressions import Apply, Draw, Expression, computes_the_same, kind_of
+from millstream.capture.effects.host_generators import GENERATORS, StandsForGenerator, copy_of
 from millstream.capture.lines import raise_refusal
 from millstream.capture.record.interpreter.instructions import unseen
-from millstream.capture.state.host_generators import GENERATORS, StandsForGenerator, copy_of
 from millstream.capture.trace.numbers.arithmetic import evaluate, expression_of, has_scalars, scalars_in
 from millstream.capture.trace.numbers.known_arrays import known
-from millstream.capture.trace.numbers.scalars import Questions, is_known_later, is_number, is_scalar, is_tensor
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import is_known_later, is_number, is_scalar, is_tensor
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
 from millstream.errors import CaptureError
 
 REMEDY = "Do that outside of the step, or draw with PyTorch's functions."

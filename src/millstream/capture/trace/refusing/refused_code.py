@@ -6,14 +6,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-from millstream.capture.effects.effect_recorder import text_changed
 from millstream.capture.lines import here, stops_in_debugger
 from millstream.capture.record.paths import path_of
 from millstream.capture.record.reads import Read
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.impure import PROFILER, STARTED
 from millstream.capture.state.relevant import counts
-from millstream.capture.trace.numbers.scalars import Questions
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.recorded_effects.effect_recorder import text_changed
 from millstream.capture.trace.request import Request
 from millstream.errors import CaptureError
 

@@ -10,11 +10,11 @@ from millstream.capture.lines import (
     told,
 )
 from millstream.capture.record.interpreter.instructions import why_not
-from millstream.capture.trace.numbers.scalars import Questions
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.users_numbers import UsersNumbers
 from millstream.capture.trace.request import (
     NotNow,
 )
-from millstream.capture.trace.users_numbers import UsersNumbers
 from millstream.errors import CaptureError
 
 

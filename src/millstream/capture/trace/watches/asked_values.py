@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from millstream._torch.tensors import FakeTensor, is_unknown, storage_id
-from millstream.capture.effects.checks import find_check
-from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.record.interpreter.instructions import unseen
 from millstream.capture.trace.numbers.known_values import KnownValues
 from millstream.capture.trace.numbers.numpy_arrays import LaterArray, array_of
+from millstream.capture.trace.recorded_effects.checks import find_check
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
 from millstream.capture.trace.twins import Twins
 from millstream.capture.trace.watches.flows import Flows
 

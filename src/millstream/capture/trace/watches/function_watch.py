@@ -25,7 +25,6 @@ from millstream._torch.tracing import (
     is_higher_order,
     mean_what,
 )
-from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.lines import (
     is_ours,
     is_users,
@@ -39,6 +38,7 @@ from millstream.capture.trace.numbers.known_values import KnownValues
 from millstream.capture.trace.numbers.scalar_functions import run_with_scalars
 from millstream.capture.trace.numbers.scalars import GraphScalar
 from millstream.capture.trace.numbers.sizes import ARE_SIZES, GIVE_SIZES, TracedSizes
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
 from millstream.capture.trace.twins import Twins
 from millstream.capture.trace.watches.asked_values import ANSWERED, READ_REMEDY, VALUE_READERS, AskedValues
 from millstream.capture.trace.watches.flows import FLOWS, Flows

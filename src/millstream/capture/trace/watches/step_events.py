@@ -14,6 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from millstream.capture.effects.host_generators import GENERATORS
 from millstream.capture.lines import (
     here,
 )
@@ -24,11 +25,12 @@ from millstream.capture.record.reads import Kind, Read, Write, is_a
 from millstream.capture.record.recorder import Recorder
 from millstream.capture.state.discover import is_unknown, lacks_cache
 from millstream.capture.state.executed import CodeWatch, others_may_write
-from millstream.capture.state.host_generators import GENERATORS
 from millstream.capture.state.impure import ImpureCalls
 from millstream.capture.state.relevant import counts
 from millstream.capture.state.snapshot import StateSnapshot, is_type_of_tracing
-from millstream.capture.trace.numbers.scalars import HostScalar, is_scalar
+from millstream.capture.trace.numbers.host_scalars import HostScalar
+from millstream.capture.trace.numbers.scalars import is_scalar
+from millstream.capture.trace.numbers.users_numbers import UsersNumbers
 from millstream.capture.trace.outcome.changes import Changes
 from millstream.capture.trace.patches.caches import CachesUnfilled
 from millstream.capture.trace.patches.randomness import RandomState
@@ -43,7 +45,6 @@ from millstream.capture.trace.request import (
     StateMissing,
     TypesCompared,
 )
-from millstream.capture.trace.users_numbers import UsersNumbers
 from millstream.capture.trace.watches.traced_switches import SwitchWatch
 from millstream.errors import CaptureError
 

@@ -29,8 +29,8 @@ from millstream._torch.distributed.collectives import BoundCollective
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
-from millstream.lower.pacing import Travel, pace
-from millstream.lower.segments import Segment, Segments
+from millstream.lower.segmented.pacing import Travel, pace
+from millstream.lower.segmented.segments import Segment, Segments
 from millstream.program import KernelCall, Program, TensorLayout, Value, View
 
 COMMUNICATOR = "communicator"

@@ -12,7 +12,6 @@ everything else into a call with its reads and writes; then give each buffer its
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -23,10 +22,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
-from millstream._torch.compiler.symbols import NUMBERS, simplified, without_guards
+from millstream._torch.compiler.symbols import NUMBERS, without_guards
 from millstream._torch.tensors import ALIGNMENT_BYTES, realign
 from millstream.errors import LoweringError
-from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role, derive_dependencies
+from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.kernels.registry import find_epilogue, find_writer
 from millstream.lower.control_flow import CONTROL, control_of
 from millstream.lower.inductor.generated_kernels import GeneratedKernel, checks_indices
@@ -36,9 +35,17 @@ from millstream.lower.operators import (
     draws_random_numbers,
     kind_of,
     may_raise,
-    written_arguments,
 )
 from millstream.lower.origins import op_names, told_by
+from millstream.lower.translation.extra_orders import open_joined, order_checks
+from millstream.lower.translation.memory_table import (
+    MemoryTable,
+    layout_of,
+    numbered,
+    plain_size,
+    storage_bytes,
+    view_of,
+)
 from millstream.lower.turns import LOOP, BoundTurns
 from millstream.passes.rolling import TURNS
 from millstream.program import EMPTY, WHOLE, KernelCall, Program, TensorLayout, Value, View
@@ -88,17 +95,11 @@ class _Translator:
         self.numbers: dict[int, Any] = {}
         self.inputs: list[str | None] = []
         self.static_names: set[str] = set()
-        self.views: dict[str, View] = {}
-        self.layouts: dict[str, TensorLayout] = {}
+        self.memory = MemoryTable()
         self.constants: dict[str, torch.Tensor] = {}
         self.calls: list[KernelCall] = []
         self.kernels: list[Kernel] = []
-        self.bytes: dict[str, int] = {}
-        self.device: dict[str, str] = {}
-        self.alias: dict[str, str] = {}
         self.tuples: dict[str, int] = {}  # node that returns several tensors -> its kernel
-        self.fake: dict[str, torch.Tensor] = {}
-        self.filled: set[str] = set()  # allocations that some kernel has written so far
         self.raising: set[int] = set()  # kernels that may raise for the values that they get
         self.joined: dict[str, list[int]] = {}  # concatenation -> the kernels that write its parts
 
@@ -116,9 +117,9 @@ class _Translator:
                 result = result if isinstance(result, (list, tuple)) else [result]
                 outputs = tuple(self._values(item) for item in result)
             elif node.target is torch.empty_strided:
-                self._add_allocation(node, *node.args[:2])
+                self.memory.allocate(node, *node.args[:2])
             elif node.target is torch.as_strided:
-                self._add_view(node)
+                self.memory.add_view(node)
             elif node.target is CONTROL:
                 self._add_control(node)
             elif node.target is TURNS:
@@ -139,7 +140,7 @@ class _Translator:
         if len(self.inputs) in self.static:
             self.static_names.add(node.name)
         self.inputs.append(node.name)
-        self._add_storage(node.name, value)
+        self.memory.add(node.name, value)
 
     def _add_constant(self, node: torch.fx.Node) -> None:
         value = getattr(self.gm, str(node.target))
@@ -151,19 +152,7 @@ class _Translator:
         if value.is_cuda and value.data_ptr() % ALIGNMENT_BYTES:  # Inductor takes every constant to be aligned
             with _disable_current_modes():
                 self.constants[node.name] = realign(value)
-        self._add_storage(node.name, value)
-
-    def _add_storage(self, name: str, value: torch.Tensor) -> None:
-        if value.layout is torch.strided:  # weights packed by oneDNN show no storage
-            self.fake[name] = value
-        self.bytes[name] = storage_bytes(value)
-        self.device[name] = str(numbered(value.device))
-
-    def _add_allocation(self, node: torch.fx.Node, size: Any, stride: Any) -> None:
-        size, stride = (tuple(map(plain_size, part)) for part in (size, stride))
-        value = node.meta["val"]
-        self.layouts[node.name] = TensorLayout(size, stride, value.dtype, numbered(value.device))
-        self._add_storage(node.name, value)
+        self.memory.add(node.name, value)
 
     def _leave_empty(self, names: Iterable[str]) -> None:
         """Let kernels of their own take the memory of allocations that nothing has written yet, and somebody reads.
@@ -171,16 +160,16 @@ class _Translator:
         So it is where there are no elements, and where the user's own ``torch.empty`` was not filled, or not wholly.
         """
         for name in names:
-            if name not in self.layouts or name in self.filled:
+            if name not in self.memory.layouts or name in self.memory.filled:
                 continue
-            layout = self.layouts.pop(name)
-            self.filled.add(name)
+            layout = self.memory.layouts.pop(name)
+            self.memory.filled.add(name)
             self.kernels.append(
                 Kernel(
                     id=len(self.kernels),
                     name=str(EMPTY),
                     kind=KernelKind.LIBRARY,
-                    device=self.device[name],
+                    device=self.memory.device[name],
                     reads=(),
                     writes=(name,),
                     allocates=(name,),
@@ -188,16 +177,6 @@ class _Translator:
             )
             options = {"dtype": layout.dtype, "device": layout.device}
             self.calls.append(KernelCall(EMPTY, (layout.size, layout.stride), options, results=((None, name),)))
-
-    def _add_view(self, node: torch.fx.Node) -> None:
-        arguments: Any = node.args
-        base, size, stride, offset = arguments
-        size, stride, offset = tuple(map(plain_size, size)), tuple(map(plain_size, stride)), plain_size(offset)
-        if not all(isinstance(n, (int, torch.SymInt)) for n in (*size, *stride, offset)):
-            raise LoweringError(f"View {node.name} depends on a shape that is not known.", construct=node.name)
-        # Offsets count from the start of the memory also for a view of a view, so the chain collapses to its base.
-        root = self.views[base.name].base if base.name in self.views else base.name
-        self.views[node.name] = View(root, size, stride, offset)
 
     def _add_element(self, node: torch.fx.Node) -> None:
         source, index = node.args
@@ -209,18 +188,9 @@ class _Translator:
             return
         position = self.tuples[source.name]  # type: ignore[union-attr]
         kernel, call = self.kernels[position], self.calls[position]
-        self._bind_result(node, kernel)
+        self.memory.bind(node, kernel)
         self.calls[position] = replace(call, results=(*call.results, (int(index), node.name)))  # type: ignore[call-overload]
         self._extend(position, node)
-
-    def _bind_result(self, node: torch.fx.Node, kernel: Kernel) -> None:
-        """Make the tensor that an operator returned a buffer, an alias if it shares the memory of one it was given."""
-        value = node.meta["val"]
-        for name in dict.fromkeys((*kernel.reads, *kernel.writes)):
-            if name in self.fake and self.fake[name].untyped_storage()._cdata == value.untyped_storage()._cdata:
-                self.alias[node.name] = name
-                break
-        self._add_storage(node.name, value)
 
     def _extend(self, position: int, node: torch.fx.Node) -> None:
         """Let a kernel write and allocate the buffer bound to its result.
@@ -228,10 +198,10 @@ class _Translator:
         An operator that returns a view of what it was given writes no memory. It makes something all the same, which is
         a buffer without bytes here: users of the view must come after.
         """
-        kernel, made, num_bytes = self.kernels[position], node.name, self.bytes[node.name]
-        if node.name in self.alias:
-            made, num_bytes = _view_of(node.name), 0
-            self.bytes[made], self.device[made] = 0, self.device[node.name]
+        kernel, made, num_bytes = self.kernels[position], node.name, self.memory.bytes[node.name]
+        if node.name in self.memory.alias:
+            made, num_bytes = view_of(node.name), 0
+            self.memory.bytes[made], self.memory.device[made] = 0, self.memory.device[node.name]
         self.kernels[position] = replace(
             kernel,
             writes=(*kernel.writes, made),
@@ -247,22 +217,22 @@ class _Translator:
             )
         if not self.symbolic and isinstance(target, GeneratedKernel) and self._absorb(node):
             return
-        if node.name in self.layouts:
+        if node.name in self.memory.layouts:
             return  # a concatenation whose parts have been written where they belong
         writer = None if self.symbolic else find_writer(node)
         join = None if writer is None else writer.join
         if writer is not None and join is None:
-            self._add_allocation(node, *layout_of(node.meta["val"]))
-        reads, writes = self._accesses(node, draws=draws_random_numbers(target, node.args, node.kwargs))
+            self.memory.allocate(node, *layout_of(node.meta["val"]))
+        reads, writes = self.memory.accesses(node, draws=draws_random_numbers(target, node.args, node.kwargs))
         self._leave_empty(reads)
-        self.filled.update(writes)
+        self.memory.filled.update(writes)
         parts: tuple[str, ...] = ()
         if writer is not None:
             if join is not None:
                 self._add_part(node, join)
                 parts = (join.name,)
-            writes = (*writes, self._base(node))
-            self.filled.add(self._base(node))
+            writes = (*writes, self.memory.base(node))
+            self.memory.filled.add(self.memory.base(node))
         origins = node.meta.get("origins", ())
         value = node.meta.get("val")
         generated = isinstance(target, GeneratedKernel)
@@ -274,10 +244,11 @@ class _Translator:
                 id=len(self.kernels),
                 name=name if writer is None else writer.name,
                 kind=KernelKind.FUSED if generated else kind_of(target) if writer is None else writer.kind,
-                device=self._device_of(node, reads + writes),
+                device=self.memory.device_of(node, reads + writes),
                 reads=reads,
                 writes=writes,
-                num_bytes=self._traffic(node, writes) + (storage_bytes(node.meta["val"]) if writer is not None else 0),
+                num_bytes=self.memory.traffic(node, writes)
+                + (storage_bytes(node.meta["val"]) if writer is not None else 0),
                 flops=self._flops(node, origins),
                 ops=(writer.ops if writer is not None else ()) or op_names(origins),
                 parts=parts,
@@ -293,7 +264,7 @@ class _Translator:
             call = KernelCall(callee, self._values(node.args), self._values(dict(node.kwargs)))
         self.calls.append(call)
         if isinstance(value, torch.Tensor) and "out" not in node.kwargs and not generated and writer is None:
-            self._bind_result(node, self.kernels[-1])
+            self.memory.bind(node, self.kernels[-1])
             self._extend(len(self.kernels) - 1, node)
             self.calls[-1] = replace(call, results=((None, node.name),))
         elif isinstance(value, (tuple, list)):
@@ -304,7 +275,7 @@ class _Translator:
         given: Any = node.args[0]
         for each, wanted in zip(given, control.given, strict=True):
             self._check_lies(each, wanted.stride, str(control.flow))
-        reads, writes = self._accesses(node, draws=control.draws)
+        reads, writes = self.memory.accesses(node, draws=control.draws)
         self._leave_empty(reads)
         origins = node.meta.get("origins", ())
         self.raising.add(len(self.kernels))
@@ -314,10 +285,10 @@ class _Translator:
                 id=len(self.kernels),
                 name=str(control.flow),
                 kind=KernelKind.CONTROL,
-                device=self._device_of(node, reads + writes),
+                device=self.memory.device_of(node, reads + writes),
                 reads=reads,
                 writes=writes,
-                num_bytes=self._traffic(node, writes) + control.num_bytes,
+                num_bytes=self.memory.traffic(node, writes) + control.num_bytes,
                 flops=control.flops,
                 ops=control.ops,
                 **told_by(origins),
@@ -330,12 +301,12 @@ class _Translator:
         given, bound = arguments[0], self.turns[arguments[1]]
         for position, wanted in bound.given.items():
             self._check_lies(given[position], wanted, LOOP)
-        reads, writes = self._accesses(node, draws=False)
+        reads, writes = self.memory.accesses(node, draws=False)
         self._leave_empty(reads)
         if bound.may_raise:
             self.raising.add(len(self.kernels))
         self.tuples[node.name] = len(self.kernels)
-        device = self._device_of(node, reads + writes)
+        device = self.memory.device_of(node, reads + writes)
         self.kernels.append(Kernel(len(self.kernels), LOOP, KernelKind.CONTROL, device, reads, writes))
         self.calls.append(KernelCall(bound, self._values(node.args[:1]), {}))
 
@@ -355,15 +326,15 @@ class _Translator:
 
     def _add_part(self, node: torch.fx.Node, join: torch.fx.Node) -> None:
         """Let a kernel write where a concatenation is to have its result."""
-        if join.name not in self.layouts:
-            self._add_allocation(join, *layout_of(join.meta["val"]))
+        if join.name not in self.memory.layouts:
+            self.memory.allocate(join, *layout_of(join.meta["val"]))
         behind = 0
         for part in join.args[0]:  # type: ignore[union-attr]
             if part is node:
                 break
             behind += part.meta["val"].shape[1]  # type: ignore[union-attr]
         size, stride = tuple(node.meta["val"].shape), join.meta["val"].stride()
-        self.views[node.name] = View(join.name, size, stride, behind * stride[1])
+        self.memory.views[node.name] = View(join.name, size, stride, behind * stride[1])
         self.joined.setdefault(join.name, []).append(len(self.kernels))
 
     def _absorb(self, node: torch.fx.Node) -> bool:
@@ -376,7 +347,7 @@ class _Translator:
         between = self.kernels[position + 1 :]
         if any(name in (*k.reads, *k.writes) for k in between for name in (result.name, output.name)):
             return False  # somebody wants the result as it was
-        if any(self._base(added) in k.writes for k in between):
+        if any(self.memory.base(added) in k.writes for k in between):
             return False  # what is added is not there yet
         if output is not result and set(result.users) != {node}:
             return False
@@ -387,108 +358,38 @@ class _Translator:
         self.kernels[position] = replace(
             kernel,
             name=f"{kernel.name}{found.name}",
-            reads=(*kernel.reads, self._base(added)),
+            reads=(*kernel.reads, self.memory.base(added)),
             writes=(output.name,),
             allocates=(output.name,),
             ops=(*kernel.ops, *found.ops),
         )
-        del self.layouts[output.name]
+        del self.memory.layouts[output.name]
         if output is not result:
-            for table in (self.layouts, self.bytes, self.device, self.fake):
+            for table in (self.memory.layouts, self.memory.bytes, self.memory.device, self.memory.fake):
                 table.pop(result.name, None)
-        self.filled.add(output.name)
+        self.memory.filled.add(output.name)
         return True
-
-    def _accesses(self, node: torch.fx.Node, *, draws: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the bases of the values that a node reads and writes, results not included."""
-        reads: dict[str, None] = {}
-        writes: dict[str, None] = {}
-        if isinstance(node.target, GeneratedKernel):
-            for arg, use in zip(node.args, node.target.arguments, strict=True):
-                if isinstance(arg, torch.fx.Node):
-                    if use.reads:
-                        reads[self._base(arg)] = None
-                    if use.writes:
-                        writes[self._base(arg)] = None
-        else:
-            written = written_arguments(node.target, node.args, node.kwargs)
-            out = node.kwargs.get("out")
-            for arg in node.all_input_nodes:
-                if arg is not out:
-                    reads[self._base(arg)] = None
-            for arg in written:
-                writes[self._base(arg)] = None
-            if draws:
-                # Random operators keep their program order: each moves the generator's state.
-                generator = f"rng:{self._device_of(node, tuple(writes) + tuple(reads))}"
-                self.bytes.setdefault(generator, 16)
-                self.device.setdefault(generator, generator.removeprefix("rng:"))
-                reads[generator] = writes[generator] = None
-        for arg in node.all_input_nodes:
-            if self._base(arg) in self.alias:
-                reads[_view_of(self._base(arg))] = None
-        # A kernel that is the first to touch an allocation reads there only what it has written itself: parts, then the
-        # whole.
-        kept = tuple(name for name in reads if name not in writes or name in self.filled or name not in self.layouts)
-        return kept, tuple(writes)
-
-    def _device_of(self, node: torch.fx.Node, names: tuple[str, ...]) -> str:
-        devices = {self.device[name] for name in names}
-        accelerators = sorted(device for device in devices if device != "cpu")
-        if len(accelerators) > 1:
-            raise LoweringError(
-                f"Kernel {node.name} uses several devices: {', '.join(accelerators)}.", construct=node.name
-            )
-        if accelerators:
-            return accelerators[0]
-        value = node.meta.get("val")
-        return "cpu" if names or not isinstance(value, torch.Tensor) else str(value.device)
-
-    def _traffic(self, node: torch.fx.Node, writes: tuple[str, ...]) -> int:
-        """Bytes of the views that a kernel touches, each once a direction."""
-        total: Any = 0
-        written = set(writes)
-        for arg in node.all_input_nodes:
-            value = arg.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                base = self._base(arg)
-                size: Any = torch.sym_min(value.numel() * value.element_size(), self.bytes[base])
-                updated = (
-                    isinstance(node.target, GeneratedKernel)
-                    and base in written
-                    and any(
-                        use.reads and other is arg for other, use in zip(node.args, node.target.arguments, strict=True)
-                    )
-                )
-                total += size * (2 if updated else 1)
-        return total  # type: ignore[no-any-return]
-
-    def _base(self, node: torch.fx.Node) -> str:
-        return self._base_name(node.name)
-
-    def _base_name(self, name: str) -> str:
-        return self.views[name].base if name in self.views else name
 
     def _values(self, tree: Any) -> Any:
         return tree_map(lambda item: Value(item.name) if isinstance(item, torch.fx.Node) else item, tree)
 
     def _finish(self, outputs: tuple[Any, ...]) -> Program:
-        returned = tuple(self._base_name(leaf.name) for leaf in outputs if isinstance(leaf, Value))
+        returned = tuple(self.memory.base_name(leaf.name) for leaf in outputs if isinstance(leaf, Value))
         self._leave_empty(returned)
-        self._order_checks()
-        owners = {self._owner(name) for name in returned}
+        order_checks(self.kernels, self.raising, {name for name in self.inputs if name is not None}, self.memory)
+        owners = {self.memory.owner(name) for name in returned}
         buffers = tuple(
-            Buffer(name, size, self.device[name], self._role(name, owners), self.alias.get(name))
-            for name, size in self.bytes.items()
+            Buffer(name, size, self.memory.device[name], self._role(name, owners), self.memory.alias.get(name))
+            for name, size in self.memory.bytes.items()
         )
         inputs = tuple(name for name in self.inputs if name is not None)
-        self._open_joined(buffers)
-        written = {self._owner(name) for kernel in self.kernels for name in kernel.writes}
+        open_joined(self.name, self.kernels, self.joined, buffers)
+        written = {self.memory.owner(name) for kernel in self.kernels for name in kernel.writes}
         graph = KernelGraph(
             name=self.name,
             kernels=tuple(self.kernels),
             buffers=buffers,
-            inputs=(*inputs, *(name for name in self.bytes if name.startswith(_PRETENDED))),
+            inputs=(*inputs, *(name for name in self.memory.bytes if name.startswith(_PRETENDED))),
             outputs=returned,
         )
         return Program(
@@ -496,64 +397,17 @@ class _Translator:
             calls=tuple(self.calls),
             inputs=tuple(self.inputs),
             outputs=outputs,
-            views=self.views,
-            layouts=self.layouts,
+            views=self.memory.views,
+            layouts=self.memory.layouts,
             constants=self.constants,
             mutated=frozenset(name for name in inputs if name in written),
             aligned=frozenset(name for i, name in enumerate(self.inputs) if name is not None and i in self.aligned),
             tensors={
                 name: TensorLayout(*layout_of(value), value.dtype, numbered(value.device))
-                for name, value in self.fake.items()
+                for name, value in self.memory.fake.items()
             },
             numbers=self.numbers,
         )
-
-    def _order_checks(self) -> None:
-        """On a CPU, let what writes to inputs come after what may raise, which then leaves them all as they were.
-
-        To kernels that may raise there is something to read, and each of the others writes a part of it. On a GPU such
-        an error is the end of the context anyway.
-        """
-        inputs = {name for name in self.inputs if name is not None}
-        writing = {kernel.id for kernel in self.kernels if not inputs.isdisjoint(map(self._owner, kernel.writes))}
-        raising = self.raising - writing
-        if not writing or not raising or {*self.device.values()} != {"cpu"}:
-            return
-        whole = f"{WHOLE}cpu"
-        self.bytes[whole], self.device[whole] = 16, "cpu"
-        for kernel in self.kernels:
-            if kernel.id in raising:
-                self.kernels[kernel.id] = replace(kernel, reads=(*kernel.reads, whole))
-            elif kernel.id in writing:
-                both = (*kernel.writes, whole), (*kernel.parts, whole)
-                self.kernels[kernel.id] = replace(kernel, writes=both[0], parts=both[1])
-
-    def _open_joined(self, buffers: tuple[Buffer, ...]) -> None:
-        """Say for each concatenation that a kernel writes the whole before others write parts, so that it has memory.
-
-        If possible a kernel that all of these come after anyway, which in truth writes nothing there: the last of
-        them, for the memory's sake. Else the first of these is taken to write the whole.
-        """
-        if not self.joined:
-            return
-        behind: list[int] = []  # for each kernel those that it comes after, as bits
-        for found in derive_dependencies(KernelGraph(self.name, tuple(self.kernels), buffers)):
-            mask = 0
-            for each in found:
-                mask |= behind[each.kernel] | 1 << each.kernel
-            behind.append(mask)
-        for whole, writers in self.joined.items():
-            common = functools.reduce(operator.and_, (behind[writer] for writer in writers))
-            if common:
-                first = self.kernels[common.bit_length() - 1]
-                self.kernels[first.id] = replace(first, writes=(*first.writes, whole))
-            else:
-                self.kernels[writers[0]] = replace(self.kernels[writers[0]], parts=())
-
-    def _owner(self, name: str) -> str:
-        while name in self.alias:
-            name = self.alias[name]
-        return name
 
     def _role(self, name: str, returned: set[str]) -> Role:
         if name in self.constants:
@@ -563,37 +417,3 @@ class _Translator:
         if name in self.inputs:
             return Role.INPUT
         return Role.OUTPUT if name in returned else Role.TEMPORARY
-
-
-def _view_of(name: str) -> str:
-    """Return what an operator makes that returns a view of memory that is there, as a buffer."""
-    return f"view:{name}"
-
-
-def numbered(device: torch.device) -> torch.device:
-    """Name an accelerator by its number: a bare ``cuda`` is the current device."""
-    if device.index is not None or device.type == "cpu":
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
-
-
-def plain_size(number: Any) -> Any:
-    """A size as a number, a symbolic one where it depends on symbols; what is no size stays."""
-    if isinstance(number, torch.fx.Node) and number.op == "placeholder":  # a size is an input
-        number = number.meta["val"] if isinstance(number.meta["val"], NUMBERS) else number
-    return simplified(number)
-
-
-def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of a tensor."""
-    return tuple(value.shape), value.stride()
-
-
-def storage_bytes(value: torch.Tensor) -> int:
-    """Bytes from the first to the last element of a tensor."""
-    if value.layout is not torch.strided:
-        return value.numel() * value.element_size()
-    last: Any = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    if isinstance(last, torch.SymInt):
-        return torch.sym_max(last + 1, 0) * value.element_size()  # type: ignore[no-any-return]
-    return int(last + 1) * value.element_size() if value.numel() else 0

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from millstream._torch.tensors import storage_id
-from millstream.capture.effects.checks import find_check
 from millstream.capture.effects.expressions import Apply, Expression, text_of
 from millstream.capture.effects.host_effects import Effect, EffectCall, Effects, Output, all_needs
 from millstream.capture.effects.late_values import (
@@ -27,18 +26,11 @@ from millstream.capture.effects.late_values import (
     holds_token,
 )
 from millstream.capture.lines import here
-from millstream.capture.trace.numbers.scalars import (
-    CLOCK,
-    INT64,
-    USUAL,
-    Bounds,
-    HostScalar,
-    Questions,
-    as_scalar,
-    fits_int64,
-    is_known_later,
-    is_scalar,
-)
+from millstream.capture.trace.numbers.host_scalars import HostScalar
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import CLOCK, as_scalar, is_known_later, is_scalar
+from millstream.capture.trace.numbers.whole_numbers import INT64, USUAL, Bounds, fits_int64
+from millstream.capture.trace.recorded_effects.checks import find_check
 from millstream.errors import CaptureError
 from millstream.tree.flatten import tree_flatten
 from millstream.tree.spec import Leaf as TreeLeaf

@@ -19,9 +19,9 @@ from types import FrameType
 from typing import Any
 
 from millstream._torch.one_thread import attributes_here, leave_to_python, patched, reads_seen
-from millstream.capture.effects.effect_recorder import EffectRecorder
 from millstream.capture.effects.output_libraries import REGISTERED
 from millstream.capture.lines import is_users, is_users_own, raise_refusal
+from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.data.generators import is_snapshot
+from millstream.data.sources.generators import is_snapshot
 from millstream.errors import ArgumentError
 
 VERSION = 1

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from millstream.capture.effects.expressions import Nth
+from millstream.capture.effects.expressions import (
+    Nth,
+)
 from millstream.capture.effects.host_effects import COUNTING
 from millstream.capture.record.location import Location
+from millstream.capture.state.executed import others_may_write
 from millstream.capture.state.snapshot import StateSnapshot
-from millstream.capture.trace.numbers.scalars import GraphScalar, Questions, is_number, is_scalar
+from millstream.capture.trace.numbers.host_scalars import HostScalar
+from millstream.capture.trace.numbers.questions import Questions
+from millstream.capture.trace.numbers.scalars import GraphScalar, is_number, is_scalar
 from millstream.capture.trace.request import Request
+from millstream.errors import CaptureError
+from millstream.heap import objects_of_types
 from millstream.locks import TRACING
 
 
@@ -87,3 +96,28 @@ class UsersNumbers:
         """Let the graph depend on the user's numbers as they are."""
         for scalar in self.scalars.values():
             scalar.plain()
+
+
+def give_back(questions: Questions) -> None:
+    """After a trace, put numbers where other threads have kept what stood for them: ``log.append(trainer.count)``."""
+    questions.thread = None
+    if not others_may_write():
+        return
+    kept = [each for each in objects_of_types([GraphScalar, HostScalar]) if each.questions is questions]
+    for holder in gc.get_referrers(*kept) if kept else ():
+        if holder is kept:
+            continue
+        if not issubclass(type(holder), dict | list | deque):
+            with contextlib.suppress(AttributeError):  # a proxy's ``__getattr__`` would lead to another object
+                holder = object.__getattribute__(holder, "__dict__")
+        # Methods of subclasses are the user's: ``__missing__`` would bring back what was removed.
+        kind: Any = next((kind for kind in (dict, list, deque) if issubclass(type(holder), kind)), None)
+        if kind is None:
+            continue
+        get = dict.get if kind is dict else kind.__getitem__
+        for key, value in [*(dict.items(holder) if kind is dict else enumerate(kind.__iter__(holder)))]:
+            if is_scalar(value) and value.questions is questions:
+                with contextlib.suppress(CaptureError, LookupError):  # there was none before; it has gone by now
+                    plain = value.plain()
+                    if get(holder, key) is value:
+                        kind.__setitem__(holder, key, plain)

@@ -21,8 +21,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from millstream._torch.loading import drop_workers, find_loader, has_known_samplers, has_workers, seed_drawn_aside
-from millstream.data.generators import DrawWatch, GeneratorSnapshot, find_own
-from millstream.data.position import BatchInfo, Position, is_stateful, take_state
+from millstream.data.sources.generators import DrawWatch, GeneratorSnapshot, find_own
+from millstream.data.sources.position import BatchInfo, Position, is_stateful, take_state
 from millstream.data.transfer.refills import RefillWatch, copy_batch
 from millstream.errors import FeedError, warn_user
 

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from millstream._torch.distributed.collectives import EXCHANGE, exchange_of
 from millstream.errors import LoweringError
-from millstream.lower.segment_times import AT_START, SegmentTimes, is_write, values_of
+from millstream.lower.segmented.segment_times import AT_START, SegmentTimes, is_write, values_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What a feed asks: a loader, at any position, with its random state."""

@@ -1,0 +1,1 @@
+"""Engines that issue each launch from the host."""

@@ -1,0 +1,1 @@
+"""Graphs that are cut at their collectives, and put together again as one program."""

@@ -1,0 +1,1 @@
+"""TorchInductor's wrapper graph becomes a program."""
