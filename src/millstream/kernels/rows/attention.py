@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from millstream.graph import KernelKind
 from millstream.kernels.conv2d.conv2d_tiles import ceil_div
 from millstream.kernels.family import NodeWriter
 from millstream.kernels.launches import TritonLaunch, dependent_launch_options
@@ -233,8 +234,12 @@ def _(parts: torch.Tensor, _: int, size: list[int], stride: list[int], dtype: to
 def bind_attention(node: torch.fx.Node) -> NodeWriter | None:
     """Our kernels for attention that is split."""
     if node.target is ATTEND:
-        return NodeWriter(attend_parts, tuple(arguments_of(node)), attend_parts.__name__, ops=("attention",))
+        return NodeWriter(
+            attend_parts, tuple(arguments_of(node)), attend_parts.__name__, KernelKind.FUSED, ("attention",)
+        )
     if node.target is JOIN:
         parts, heads, *_ = arguments_of(node)
-        return NodeWriter(join_parts, (parts, heads), join_parts.__name__, ops=("attention",), contiguous=(parts,))
+        return NodeWriter(
+            join_parts, (parts, heads), join_parts.__name__, KernelKind.FUSED, ("attention",), contiguous=(parts,)
+        )
     return None
