@@ -202,6 +202,8 @@ def test_loads_are_early_in_captures_of_whole_graphs_alone():
     with early_loads([slot]):
         assert may_load_early(weight)
         assert not may_load_early(slot[2:])
+        with without({"early-loads"}):
+            assert not may_load_early(weight)
     assert not may_load_early(weight)
 
 
@@ -230,6 +232,18 @@ def test_attention_of_each_library_is_taken(operator):
     rewrite_attention(gm, find_attention(gm.graph))
     found = [node.target for node in gm.graph.nodes if node.op == "call_function"]
     assert found == [ATTEND, JOIN, aten.mul.Tensor]
+
+
+def test_keys_need_not_be_repeated():
+    def attend(query, key, value, mask):
+        key, value = (x.unsqueeze(2).expand(1, 2, 4, 512, 64).reshape(1, 8, 512, 64) for x in (key, value))
+        return OPERATORS[1](query, key, value, mask, False)[0]
+
+    with FakeTensorMode():
+        sizes = (1, 8, 1, 64), (1, 2, 512, 64), (1, 2, 512, 64), (1, 8, 1, 512)
+        gm = make_fx(attend)(*(torch.empty(size, device="cuda", dtype=torch.half) for size in sizes))
+    rewrite_attention(gm, find_attention(gm.graph))
+    assert [node.target for node in gm.graph.nodes if node.op == "call_function"] == [ATTEND, JOIN]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ PARTS: Mapping[str, str] = {
     "patches": "functions and classes of libraries may be replaced after a capture unnoticed",
     "own-kernels": "convolutions, linear layers and weights are left to TorchInductor and libraries",
     "native": "nothing of what is written in C++ is used: no step is recorded, and Python looks at all",
+    "early-loads": "kernels of our own load nothing before the kernel in front has ended",
     "alternatives": "programs keep the usual kernels, and try no others",
     "pacing": "parameters are gathered as soon as they can be, and not when they are needed",
     "joint-branches": "kernels of branches of a graph are not fused, so that branches can be on several devices",

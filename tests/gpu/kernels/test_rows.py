@@ -6,9 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import millstream as ms
+from benchmarks.decode import Decoder
+from millstream._torch.workarounds import without
 from millstream.kernels.early_loads import early_loads
 from millstream.kernels.rows.attention import ATTEND, JOIN, attend_parts, join_parts
 from millstream.kernels.rows.row_products import ACTIVATIONS, MULTIPLY, NORMS, multiply_rows
+from tests.kernels.test_rows import choose
 
 pytestmark = pytest.mark.gpu
 
@@ -127,3 +131,27 @@ def test_attention(batch, heads, of_keys, queries, keys, size, masked, dtype):
     torch.testing.assert_close(JOIN(parts, of_keys, *layout, torch.double), wanted, rtol=0, atol=1e-4)
     torch.testing.assert_close(out.double(), wanted, **close)
     assert torch.equal(out, torch.zeros_like(out).copy_(out))
+
+
+@torch.no_grad()
+def test_tokens_have_the_same_bits_without_early_loads(monkeypatch):
+    choose(monkeypatch, "row-products", "split-attention")
+    results = []
+    for off in ((), ("early-loads",)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Decoder(layers=4, width=512, heads=8, kv_heads=2, inner=1024, vocab=1000, length=512)
+        model = model.cuda().bfloat16().eval()
+        with without(off):
+            compiled = ms.compile(model, engine="graph", strict=True)
+            token, found = torch.zeros(1, 1, dtype=torch.long, device="cuda"), []
+            for position in range(500):
+                found.append(compiled(token, torch.tensor([position], device="cuda")).clone())
+                token = found[-1].argmax(-1)
+        text = ms.explain(compiled).text(limit=None)
+        assert "rms_norm, linear, silu" in text
+        assert "attention" in text
+        results.append(torch.cat(found))
+    assert torch.equal(*results)
+    eager = model.float()(token, torch.tensor([499], device="cuda"))
+    assert eager.isfinite().all()

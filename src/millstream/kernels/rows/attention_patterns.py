@@ -31,8 +31,7 @@ def _is_ours(node: fx.Node) -> bool:
     given = _arguments(node)
     if given.get("dropout_p") or given.get("is_causal") or any(each.args[1] != 0 for each in node.users if each.users):
         return False
-    factors = (given[name] for name in ("query", "key", "value"))
-    query, key, value, mask = (each and each.meta["val"] for each in (*factors, _mask(given)))
+    query, key, value, mask = (each and each.meta["val"] for each in (*_factors(given), _mask(given)))
     sizes = (length for each in (query, key, value) for length in each.shape)
     return all(isinstance(length, int) for length in sizes) and is_split_attention(query, key, value, mask)
 
@@ -43,6 +42,33 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return {**given, **dict(zip(given, node.args, strict=False)), **node.kwargs}
 
 
+def _factors(given: dict[str, Any]) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Query, key and value; where heads share keys, keys and values as they are before they are repeated."""
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    shared = _unrepeated(key), _unrepeated(value)
+    if shared[0].meta["val"].shape == shared[1].meta["val"].shape:
+        key, value = shared
+    return query, key, value
+
+
+def _unrepeated(node: fx.Node) -> fx.Node:
+    """Keys of ``[batch, heads, keys, size]`` that were repeated for the heads which share them; else as they are."""
+    whole, shape = node, node.meta["val"].shape
+    while node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default):
+        (node,) = node.all_input_nodes
+    if node.target is not aten.expand.default or node.meta["val"].dim() != 5:
+        return whole
+    (single,) = node.all_input_nodes
+    while single.target is aten.slice.Tensor and single.meta["val"].shape == single.args[0].meta["val"].shape:  # type: ignore[union-attr]
+        (single,) = single.all_input_nodes  # the whole, as ``x[:, :, None, :, :]`` gives
+    if single.target is not aten.unsqueeze.default or single.args[1] != 2:
+        return whole
+    (own,) = single.all_input_nodes
+    batch, heads, _, *rest = node.meta["val"].shape
+    is_same = own.meta["val"].shape == (batch, heads, *rest) == (*shape[:1], heads, *shape[2:])
+    return own if is_same else whole
+
+
 def _mask(given: dict[str, Any]) -> Any:
     return given.get("attn_bias", given.get("attn_mask"))
 
@@ -51,7 +77,7 @@ def rewrite_attention(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
     """Let our kernels compute this attention, in place."""
     for node in nodes:
         given = _arguments(node)
-        query, key, value = (given[name] for name in ("query", "key", "value"))
+        query, key, value = _factors(given)
         scale = given["scale"]
         scale = 1 / math.sqrt(query.meta["val"].shape[3]) if scale is None else scale
         with gm.graph.inserting_before(node):
