@@ -31,7 +31,8 @@ def _is_ours(node: fx.Node) -> bool:
     given = _arguments(node)
     if given.get("dropout_p") or given.get("is_causal") or any(each.args[1] != 0 for each in node.users if each.users):
         return False
-    query, key, value, mask = (each and each.meta["val"] for each in (*_factors(given), _mask(given)))
+    query, key, value = (each.meta["val"] for each in _factors(given))
+    mask = None if _mask(given) is None else _mask(given).meta["val"]
     sizes = (length for each in (query, key, value) for length in each.shape)
     return all(isinstance(length, int) for length in sizes) and is_split_attention(query, key, value, mask)
 
