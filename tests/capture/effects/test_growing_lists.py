@@ -1,11 +1,13 @@
 """Lists to which a step appends numbers that are known after its graph: as in eager Python, in one graph."""
 
 import functools
+import json
 import operator
 import types
 import warnings
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,6 +183,21 @@ def with_a_default(value, into=named):
     return len(into)
 
 
+class Multiplied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, values):
+        return x * len(values)
+
+
+def num_matched(values):
+    match values:
+        case [_]:
+            return 2
+        case [_, last]:
+            return 3 + last
+    return 5
+
+
 HIDDEN = {
     "getattr": lambda x: x * len(getattr(namespace, "losses")),  # noqa: B009
     "another name of getattr": lambda x: x * len(ask_by_name(namespace, "losses")),
@@ -193,6 +210,14 @@ HIDDEN = {
     "text of another": lambda x: (x, repr(namespace)),
     "what is appended": lambda x: namespace.losses.append(x.sum().item() * by_a_part()),
     "what is printed": lambda x: print(by_a_part()),  # noqa: T201
+    "a tensor of it": lambda x: x * torch.tensor(named).sum(),
+    "an array of it": lambda x: x * float(np.array(named).size),
+    "a function of autograd": lambda x: Multiplied.apply(x, named),
+    "a pattern": lambda x: x * num_matched(named),
+    "a comparison": lambda x: x * (2 if named == [1.0] else 3),
+    "an index": lambda x: x * named.index(1.0),
+    "json": lambda x: (x, json.dumps(named)),
+    "a result that holds it": lambda x: {"all": (named, x)},
 }
 
 

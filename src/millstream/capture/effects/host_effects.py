@@ -129,7 +129,6 @@ class Effects:
     counts: list[Count] = field(default_factory=list)  # those writes of the program
     # the same for two traces that differ in the style of text alone; ``None`` where there is no text
     outline: Any = None
-    said: Any = None  # the same, whether there is text or not
 
     @property
     def notes(self) -> list[str]:

@@ -260,7 +260,7 @@ class Shelf:
                 traced.structure,
                 tuple(traced.outputs),
                 traced.questions,
-                replace(traced.effects, said=None, outline=None),
+                replace(traced.effects, outline=None),
                 tuple(traced.optimizers),
             )
         )

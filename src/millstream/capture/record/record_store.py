@@ -166,6 +166,10 @@ class Records:
         """Return whether anything was read of a container, be it what the step had put there."""
         return self._is_blind or id(container) in self._looked_into
 
+    def look_into(self, containers: Iterable[int]) -> None:
+        """Take these, by id, to have been looked into, as where a step returns them."""
+        self._looked_into.update(containers)
+
     def has_written(self, place: Location) -> bool:
         """Return whether the step has put something there, or filled the holder.
 

@@ -290,6 +290,7 @@ class OneWay:
                 if self.record.failure:  # nothing could be undone
                     raise not_recorded(self.record.failure)
                 result = self.request.function(*args, **kwargs)
+            self.record.look_into(containers_in([result], self.request.opened))
             self.questions.return_borrowed()
             if self.record.failure:
                 raise not_recorded(self.record.failure)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from millstream._torch.distributed.fully_sharded import any_sharded
-from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.kept.traces import Shelf, open_shelf
 from millstream.capture.record.location import Location
 from millstream.capture.state.discover import Found, discover
@@ -31,6 +30,7 @@ from millstream.capture.trace.request import (
 from millstream.capture.trace.tracer import trace_step
 from millstream.data_parallel.reducer import Reducer
 from millstream.errors import CaptureError
+from millstream.tree.containers import containers_in
 
 MAX_LATE = 32
 """Objects that discovery may miss; each costs one more trace."""
@@ -143,7 +143,7 @@ class Retracing:
         """Trace; what ``float(number)`` and its like give are numbers of the graph, where it takes that and can be."""
         try:
             traced = _trace_twice(request)
-            _check_growth(request, traced, self.call)
+            _check_given(traced, self.call)
         except Converted:
             request.converts = self.state.converts = True
             request.plain.clear()  # the numbers there may be some of the graph now
@@ -177,48 +177,12 @@ def _trace_twice(request: Request) -> Traced:
     return traced
 
 
-def _check_growth(request: Request, traced: Traced, call: StepCall) -> None:
-    """Trace again with other things in the lists that the step lets grow, and compare.
-
-    Code alone does not show all that may look into a list. Other threads see what is put there meanwhile, as they see
-    what a trace appends: so it is much like what was there.
-
-    Raises:
-        CaptureError: They differ: the step looks into one.
-    """
-    lists = traced.effects.lists
-    if not lists:
-        return
-    is_same = not any(_has(call.args, each) or _has(call.kwargs, each) for each in lists)  # the step gets a copy
-    kept = [[*each] for each in lists]
-    others = [[*map(_another, each), *[0.5] * (len(each) % 7 + 13)] for each in kept]
-    try:
-        for each, other in zip(lists, others, strict=True):
-            each[:] = other
-        again = trace_step(replace(request))
-        compare(listing_of(request, traced), listing_of(request, again), "the step")
-        is_same = is_same and again.effects.said == traced.effects.said
-    except Exception:  # noqa: BLE001  whatever it makes of that
-        is_same = False
-    finally:
-        for each, other, content in zip(lists, others, kept, strict=True):
-            each[: len(other)] = content  # other threads may have appended to it
-    if not is_same:
-        where = next(call.where for call in traced.effects.calls if call.is_state)
+def _check_given(traced: Traced, call: StepCall) -> None:
+    """Refuse a step that appends to a list which is also among its arguments: there it has been given a copy."""
+    given = containers_in([call.args, call.kwargs], call.opened)
+    if any(id(each) in given for each in traced.effects.lists):
         raise CaptureError(
             "The step looks into a list to which it appends, which a graph would not do again.",
-            where=where,
+            where=next(call.where for call in traced.effects.calls if call.is_state),
             remedy=CALLBACK_REMEDY,
         )
-
-
-def _has(value: Any, held: list[Any]) -> bool:
-    """Whether a list is among what containers hold."""
-    if isinstance(value, dict):
-        return any(_has(each, held) for each in value.values())
-    return value is held or (isinstance(value, list | tuple) and any(_has(each, held) for each in value))
-
-
-def _another(value: Any) -> Any:
-    """A number of the same type, and anything else as it is."""
-    return value + 1 if type(value) in (int, float) else value

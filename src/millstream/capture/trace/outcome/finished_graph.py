@@ -56,11 +56,10 @@ def finish(way: OneWay, gm: fx.GraphModule) -> Traced:
             )
     make_bodies_pure(gm)
     drop_idle_nodes(gm)
-    leaving.effects.said = way.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
     if way.questions.texts.made or way.has_text:
         if (where := way.questions.texts.unshown()) is not None:
             raise text_changed(where)
-        leaving.effects.outline = leaving.effects.said
+        leaving.effects.outline = way.recorder.outline, [_constants_of(node, gm) for node in gm.graph.nodes]
     subtract_powers_exactly(gm)
     move_constants(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
