@@ -58,6 +58,20 @@ def assign_offsets(plan: Plan, device: str | None = None) -> MemoryLayout:
     return MemoryLayout(offset_of, arena.num_bytes, device)
 
 
+def best_fit(starts: NDArray[np.int64], ends: NDArray[np.int64], size: int) -> int:
+    """The offset of the smallest gap that has room, or of the end.
+
+    Args:
+        starts: Of the blocks in the way, sorted. They may overlap: a gap begins after the end of all that start before.
+        ends: Of the same.
+        size: Bytes.
+    """
+    filled = np.concatenate(([0], np.maximum.accumulate(ends)))
+    gaps = starts - filled[:-1]
+    fitting = np.flatnonzero(gaps >= size)
+    return int(filled[fitting[np.argmin(gaps[fitting])] if len(fitting) else -1])
+
+
 class _Arena:
     """The blocks that have been placed so far, in arrays sorted by offset."""
 
@@ -75,13 +89,7 @@ class _Arena:
         if size == 0:
             return 0
         in_the_way = self._overlapping(lifetime)
-        starts, ends = self._starts[: self._count][in_the_way], self._ends[: self._count][in_the_way]
-        # Those in its way may overlap each other, so a gap begins only after the end of all that start before it.
-        filled = np.concatenate(([0], np.maximum.accumulate(ends)))
-        gaps = starts - filled[:-1]
-        fitting = np.flatnonzero(gaps >= size)
-        chosen = fitting[np.argmin(gaps[fitting])] if len(fitting) else -1
-        offset = int(filled[chosen])
+        offset = best_fit(self._starts[: self._count][in_the_way], self._ends[: self._count][in_the_way], size)
         self._insert(offset, size, lifetime)
         return offset
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from millstream.graph import KernelGraph, MemoryLayout, OwnedRanges, Role, alignment_of
 from millstream.schedule.assignment import Assignment
+from millstream.schedule.memory.packing import best_fit
 
 _SEVERAL = -1  # instead of a stream: uses end on more than one
 
@@ -126,10 +127,7 @@ class _TimedArena:
         stream = assignment.stream_of[stay.writer]
         in_the_way = self._in_the_way(stay, stream)
         starts, ends = self._offsets[:, : self._count][:, in_the_way]
-        filled = np.concatenate(([0], np.maximum.accumulate(ends)))
-        gaps = starts - filled[:-1]
-        fitting = np.flatnonzero(gaps >= size)
-        offset = int(filled[fitting[np.argmin(gaps[fitting])] if len(fitting) else -1])
+        offset = best_fit(starts, ends, size)
         index = int(np.searchsorted(self._offsets[0, : self._count], offset))
         entries = ((offset, offset + size), (stay.start_ns, stay.end_ns), (stream, stay.end_stream))
         for array, entry in zip((self._offsets, self._times, self._streams), entries, strict=True):
