@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
@@ -99,10 +100,13 @@ def zeros_of(node: torch.fx.Node) -> list[int]:
     return list(node.args[1])  # type: ignore[arg-type]
 
 
-def writes_between(graph: torch.fx.Graph, start: int, end: int) -> bool:
-    """Return whether an operator between two places writes into what it is given.
+class Writes:
+    """The places in a graph where operators write into what they are given: no reader may be moved past them."""
 
-    What reads memory must not be moved past it.
-    """
-    nodes = list(graph.nodes)[start:end]
-    return any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in nodes)
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        schemas = (getattr(node.target, "_schema", None) for node in graph.nodes)
+        self._places = [place for place, schema in enumerate(schemas) if getattr(schema, "is_mutable", False)]
+
+    def are_between(self, start: int, end: int) -> bool:
+        """Return whether there is one between two places, the first one included."""
+        return bisect_left(self._places, start) < bisect_left(self._places, end)

@@ -7,6 +7,7 @@ operators, casts aside; an activation by its values.
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from millstream.kernels.nodes import add_node, tidy, writes_between
+from millstream.kernels.nodes import Writes, add_node, tidy
 from millstream.kernels.rows.row_products import ACTIVATIONS, DTYPES, MULTIPLY, activated, is_row_product
 
 aten = torch.ops.aten
@@ -104,13 +105,17 @@ def find_products(graph: fx.Graph) -> list[Product]:
     """Return the products in a graph that our kernel can compute; each is in one of them."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     plain = [node for node in graph.nodes if _is_ours(node)]
-    found = {node: _with_activation(node, set(plain)) for node in plain}
+    sharing: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in plain:
+        sharing[_stripped(node.args[-2])].append(node)
+    found = {node: _with_activation(node, sharing[_stripped(node.args[-2])]) for node in plain}
     for each in list(found.values()):
         if each.gate is not None:
             found.pop(each.gate, None)
     found = {node: _with_addend(each, order) for node, each in found.items()}
+    writes = Writes(graph)
     found = {
-        node: each if not writes_between(graph, order[node], order[each.result]) else Product(node, node)
+        node: each if not writes.are_between(order[node], order[each.result]) else Product(node, node)
         for node, each in found.items()
     }
     covered = {node for each in found.values() for node in each.covered}
@@ -144,7 +149,12 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def _with_activation(node: fx.Node, products: Collection[fx.Node]) -> Product:
-    """A product with the activation, or the gate, that follows it."""
+    """A product with the activation, or the gate, that follows it.
+
+    Args:
+        node: The product.
+        products: All of the same rows.
+    """
     plain = Product(node, _end_of_views(node))
     halves = _halves(plain.result)
     if halves is not None and len(node.args) == 2:
@@ -157,7 +167,7 @@ def _with_activation(node: fx.Node, products: Collection[fx.Node]) -> Product:
     if name:
         return replace(plain, result=end, activation=name)
     if len(node.args) == 2:
-        gates = [each for each in products if each is not node and _share_rows(node, each) and len(each.args) == 2]
+        gates = [each for each in products if each is not node and _are_alike(node, each) and len(each.args) == 2]
         for gate in gates:
             name, end = _activation(gate)
             product = _factor(end, lambda x: x is node) if name else None
@@ -166,9 +176,8 @@ def _with_activation(node: fx.Node, products: Collection[fx.Node]) -> Product:
     return plain
 
 
-def _share_rows(node: fx.Node, other: fx.Node) -> bool:
-    same = node.args[-1].meta["val"].shape == other.args[-1].meta["val"].shape  # type: ignore[union-attr]
-    return same and _stripped(node.args[-2]) is _stripped(other.args[-2])
+def _are_alike(node: fx.Node, other: fx.Node) -> bool:
+    return node.args[-1].meta["val"].shape == other.args[-1].meta["val"].shape  # type: ignore[union-attr]
 
 
 def _factor(end: fx.Node, is_other: Callable[[fx.Node], bool]) -> fx.Node | None:

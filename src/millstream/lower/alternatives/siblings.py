@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.utils import detect_fake_mode
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from millstream.kernels.nodes import add_node, tidy, writes_between
+from millstream.kernels.nodes import Writes, add_node, tidy
 from millstream.lower.alternatives.alternative import Alternative, Sites, aten, products_of
 
 _SAME = {
@@ -133,6 +133,7 @@ def _groups(graph: torch.fx.Graph) -> Iterator[_Siblings]:
             is_turned = _factor(node, 1 - side).target is aten.permute.default
             alike[_value_of(_factor(node, side)), side, length, other.dtype, len(biases), is_turned].append(node)
     taken: set[torch.fx.Node] = set()
+    writes = Writes(graph)
     order = {node: place for place, node in enumerate(graph.nodes)}
     before = _ancestors(graph, {node for nodes in alike.values() if len(nodes) > 1 for node in nodes})
     for (_, side, *_), nodes in alike.items():
@@ -140,7 +141,7 @@ def _groups(graph: torch.fx.Graph) -> Iterator[_Siblings]:
         siblings = _Siblings(free, side)
         if len(free) < 2 or any(before[node] & {*free} for node in free):
             continue
-        if _is_worth_it(siblings) and not writes_between(graph, order[free[0]], order[free[-1]]):
+        if _is_worth_it(siblings) and not writes.are_between(order[free[0]], order[free[-1]]):
             taken.update(free)
             yield siblings
 
