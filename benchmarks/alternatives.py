@@ -82,7 +82,7 @@ def try_all(case: InferenceCase | TrainingCase, settings: Settings) -> list[Any]
     for batch in batches:
         run(*batch)
     tried = [each for program in ms.explain(run).programs for each in program.alternatives]
-    if not tried:
+    if not tried and settings.device.type == "cuda":  # where every program has something to try
         raise RuntimeError(f"nothing was tried: {ms.explain(run)}")
     return tried
 

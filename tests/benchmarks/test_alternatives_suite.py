@@ -1,6 +1,5 @@
 """Suite ``alternatives`` tells what its programs have tried, and nothing else."""
 
-import pytest
 import torch
 
 from benchmarks import alternatives
@@ -11,11 +10,7 @@ SETTINGS = Settings(torch.device("cpu"), rounds=2, tiny=True)
 
 
 @torch.no_grad()
-def test_everything_is_tried_while_suites_time_nothing_else(monkeypatch):
+def test_everything_is_tried_though_suites_try_nothing_while_they_time(monkeypatch):
     monkeypatch.setenv("MILLSTREAM_TUNE", "first")  # as suites do
     tried = alternatives.try_all(ONE_TOKEN, SETTINGS)
     assert {each.alternative for each in tried} == {"few-rows"}
-    monkeypatch.setenv("MILLSTREAM_WITHOUT", "alternatives")
-    torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match="nothing was tried"):
-        alternatives.try_all(ONE_TOKEN, SETTINGS)
