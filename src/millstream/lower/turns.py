@@ -183,7 +183,7 @@ class _Binder:
         self._turns[turns.body.name] = bound, before + len(turns.sources)
         given = [value.name for value in call.args[0]]
         whole = tuple(name for name in kernel.reads if name.startswith(WHOLE))
-        wanted = {index: name for index, name in call.results if index is not None}
+        wanted = {turns.results[index]: name for index, name in call.results if index is not None}
         loop = f"loop{kernel.id}_"
         for name, constant in body.constants.items():
             self._constants[loop + name] = constant

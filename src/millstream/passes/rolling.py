@@ -70,12 +70,14 @@ class Turns:
         name: By which graphs refer to it: a digest of all that it does.
         body: Each of them.
         sources: For each turn, for each input of the body: a position among the tensors that the operator is given; or
-            ``~position`` of a result of an earlier turn.
+            ``~position`` among what all turns have made, those of each turn one after another.
+        results: Positions there of what the operator returns.
     """
 
     name: str
     body: TurnBody
     sources: tuple[tuple[int, ...], ...] = field(repr=False)
+    results: tuple[int, ...] = field(repr=False)
 
     def __str__(self) -> str:
         return f"a loop of {len(self.sources)} turns, {self.body.num_operators} operators each"
@@ -87,7 +89,7 @@ _library = torch.library.Library("millstream", "FRAGMENT")
 _library.define("turns(Tensor[] tensors, str name) -> Tensor[]", tags=(torch.Tag.needs_exact_strides,))
 
 TURNS = torch.ops.millstream.turns.default
-"""``turns(tensors, name)``: the results of the first turn of the loop of this name, those of the second, and so on."""
+"""``turns(tensors, name)``: what is wanted of what the turns of this name make."""
 
 
 def turns_of(name: str) -> Turns:
@@ -98,17 +100,17 @@ def turns_of(name: str) -> Turns:
 @torch.library.impl(_library, "turns", "CompositeExplicitAutograd")
 def _run(tensors: Sequence[Tensor], name: str) -> list[Tensor]:
     turns = _turns[name]
-    results: list[Tensor] = []
+    made: list[Tensor] = []
     for sources in turns.sources:
-        made = turns.body.graph(*(tensors[each] if each >= 0 else results[~each] for each in sources))
-        results += [_empty(layout).copy_(value) for layout, value in zip(turns.body.made, made, strict=True)]
-    return results
+        results = turns.body.graph(*(tensors[each] if each >= 0 else made[~each] for each in sources))
+        made += [_empty(layout).copy_(value) for layout, value in zip(turns.body.made, results, strict=True)]
+    return [made[position] for position in turns.results]
 
 
 @torch.library.register_fake("millstream::turns", lib=_library)
 def _describe(tensors: Sequence[Tensor], name: str) -> list[Tensor]:  # noqa: ARG001  as above
     turns = _turns[name]
-    return [_empty(layout) for _ in turns.sources for layout in turns.body.made]
+    return [_empty(turns.body.made[position % len(turns.body.made)]) for position in turns.results]
 
 
 @graph_pass("loops", "lowers one turn of a loop that tracing has unrolled", otherwise=lambda *_: [])
@@ -160,9 +162,7 @@ class _Roller:
         self._nodes = {node: place for turn in run.turns for place, node in enumerate(turn)}
         self._first_like: dict[Any, fx.Node] = {}
         carried = {made.place for reads in run.reads for made in reads if made is not None and made.back}
-        outside = {
-            place for node, place in self._nodes.items() if any(each not in self._nodes for each in _readers(node))
-        }
+        outside = {place for node, place in self._nodes.items() if self._is_wanted(node, self._nodes)}
         self._results = sorted({*carried, *outside})
         self._inputs: dict[tuple[fx.Node, ...], fx.Node] = {}  # of the body, by what they are in each turn
         self._graph = fx.Graph()
@@ -172,11 +172,24 @@ class _Roller:
 
     def roll(self) -> list[Turns]:
         body = self._as_body()
-        step = max(MOST_RESULTS // max(len(self._results), 1), 1)
-        chunks = [range(at, min(at + step, len(self._run.turns))) for at in range(0, len(self._run.turns), step)]
-        loops = [self._replace(body, chunk) for chunk in chunks]
+        loops = [self._replace(body, chunk) for chunk in self._chunks()]
         self._erase()
         return loops
+
+    def _chunks(self) -> Iterator[range]:
+        """As many turns at a time as have few results."""
+        begin = num_results = 0
+        for number, turn in enumerate(self._run.turns):
+            wanted = sum(self._is_wanted(turn[place], self._nodes) for place in self._results)
+            if num_results + wanted > MOST_RESULTS and number > begin:
+                yield range(begin, number)
+                begin, num_results = number, 0
+            num_results += wanted
+        yield range(begin, len(self._run.turns))
+
+    @staticmethod
+    def _is_wanted(node: fx.Node, inside: Container[fx.Node]) -> bool:
+        return any(reader not in inside for reader in _readers(node))
 
     def _as_body(self) -> TurnBody:
         last = self._run.turns[-1]
@@ -244,25 +257,25 @@ class _Roller:
             )
             for number in chunk
         )
-        loop = Turns(_digest(f"{body.name} {sources}"), body, sources)
+        inside = {node for turn in turns for node in turn}
+        wanted = [node for node in own if self._is_wanted(node, inside)]
+        results = tuple(made[node] for node in wanted)
+        loop = Turns(_digest(f"{body.name} {sources} {results}"), body, sources, results)
         loop = _turns.setdefault(loop.name, loop)  # the same, if there is one
         graph = self._gm.graph
         with graph.inserting_after(turns[-1][-1]):
             new = graph.call_function(TURNS, ([self._now.get(node, node) for node in given], loop.name))
         new.meta = {key: value for key, value in own[0].meta.items() if key in ("stack_trace", "nn_module_stack")}
-        new.meta["val"] = [node.meta["val"] for node in own]
-        inside = {node for turn in turns for node in turn}
-        cursor, results = new, set()
-        for position, node in enumerate(own):
-            if all(reader in inside for reader in _readers(node)):
-                continue
+        new.meta["val"] = [node.meta["val"] for node in wanted]
+        cursor, elements = new, set()
+        for position, node in enumerate(wanted):
             with graph.inserting_after(cursor):
                 self._now[node] = cursor = graph.call_function(operator.getitem, (new, position))
             cursor.meta = dict(node.meta)
-            results.add(cursor)
+            elements.add(cursor)
             node.replace_all_uses_with(cursor, lambda user: user not in self._nodes)
         for node in list(_between(turns[0][0], turns[-1][-1])):
-            if node not in inside and chain_of(node).root in results:
+            if node not in inside and chain_of(node).root in elements:
                 cursor.append(node)
                 cursor = node
         return loop
