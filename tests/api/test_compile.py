@@ -421,12 +421,10 @@ def stop_early(x):
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (nn.LSTM(4, 3), "LSTM"),
-        (nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 3)), "GRU"),
         (stop_early, "ata-dependent branching"),
         (torch.unique, "Dynamic shape"),
     ],
-    ids=["LSTM", "GRU", "branches", "unique"],
+    ids=["branches", "unique"],
 )
 def test_where_nothing_is_captured_the_user_is_told_once(function, reason):
     compiled = ms.compile(function)

@@ -52,6 +52,9 @@ from millstream.progress import showing
 #: Dynamo gives up on a function after this many versions; a user of many input shapes meets its default of 8 too soon.
 RECOMPILE_LIMIT = 64
 
+#: Likewise, of a recurrent network: each length of its sequences is a version of its own, whose turns are all traced.
+RECURRENT_LIMIT = 8
+
 #: After so many it is worth it to compile what asks for PyTorch's switches.
 MANY_RUNS = 32
 
@@ -232,7 +235,9 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
         functools.update_wrapper(self, function, updated=())
         self.compiler = compiler
-        self._settings = DuringCalls(freezes=compiler.freezes)
+        is_recurrent = _is_recurrent(function)
+        self._limit = RECURRENT_LIMIT if is_recurrent else RECOMPILE_LIMIT
+        self._settings = DuringCalls(freezes=compiler.freezes, is_recurrent=is_recurrent)
         self._reported = 0
         self._has_nothing = False
         self._scripted = _find_scripted(function)
@@ -266,7 +271,7 @@ class Compiled:
         breaks, num_runs = len(dynamo_utils.graph_break_reasons), self.compiler.num_runs
         obstacles = None if self.compiler.graphs else known_obstacles()
         self._refresh()
-        settings = self._settings.begin(RECOMPILE_LIMIT)
+        settings = self._settings.begin(self._limit)
         COMPILE_SIGNALS.begin_call()
         try:
             with self._first_sizes():
@@ -280,7 +285,7 @@ class Compiled:
         except Exception as error:
             if self.compiler.strict and any(told in str(error) for told in _GIVES_UP):
                 raise CaptureError(
-                    f"Dynamo captures no more of it ({_first_line(error)}). {_takes_no_more()}"
+                    f"Dynamo captures no more of it ({_first_line(error)}). {_takes_no_more(self._limit)}"
                 ) from error
             has_begun = self.compiler.num_runs > num_runs or len(dynamo_utils.graph_break_reasons) > breaks
             if has_begun or not raised_before_running(error, is_users):
@@ -324,7 +329,7 @@ class Compiled:
             self._report(breaks)
         elif self.compiler.num_runs == num_runs and num_refused_forms() > self._num_refused:
             self._num_refused = num_refused_forms()
-            self.compiler.warn(f"new forms of inputs run as plain Python. {_takes_no_more()}")
+            self.compiler.warn(f"new forms of inputs run as plain Python. {_takes_no_more(self._limit)}")
 
     def _call_for(self, hooks: tuple[int, ...]) -> Callable[..., Any]:
         """Return what to call with these hooks. Dynamo takes what it captured for one backend for no other."""
@@ -395,6 +400,11 @@ def _find_scripted(function: Callable[..., Any]) -> str:
     return ""
 
 
+def _is_recurrent(function: Callable[..., Any]) -> bool:
+    modules = function.modules() if isinstance(function, torch.nn.Module) else ()
+    return any(isinstance(each, torch.nn.RNNBase) for each in modules)
+
+
 def _guess_obstacles(root: torch.nn.Module) -> list[str]:
     """Return why Dynamo may capture nothing: it says so only when it first meets a function, maybe in another model."""
     parts = [part for part in root.modules() if isinstance(part, torch.nn.RNNBase)]
@@ -412,8 +422,8 @@ def _first_line(text: object) -> str:
     return str(text).strip().partition("\n")[0]
 
 
-def _takes_no_more() -> str:
-    limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
+def _takes_no_more(limit: int) -> str:
+    limit = max(dynamo_config.recompile_limit, limit)
     return (
         f"Dynamo takes {limit} forms of inputs and state of one function; all models of one of "
         "PyTorch's own classes are one to it, and where it refuses a part of one it takes none any more."

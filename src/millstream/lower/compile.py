@@ -25,6 +25,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 from millstream import progress
 from millstream._torch.compiler.symbols import is_symbolic
+from millstream._torch.recurrence import plain_recurrence
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import compiled_with_loops, traces_unnoticed
 from millstream._torch.workarounds import is_off, left_out
@@ -95,6 +96,7 @@ def _surroundings(options: dict[str, Any], off: Sequence[str], *, is_step: bool)
         without_autocast() if is_step else contextlib.nullcontext(),
         inductor_config.patch(options),
         workarounds.tracing(),
+        plain_recurrence(),
         # A cached AOT artefact would skip the lowering, which is all we are here for.
         functorch_config.patch(enable_autograd_cache=False),
     ):

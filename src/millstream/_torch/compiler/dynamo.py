@@ -56,28 +56,30 @@ class DuringCalls:
     A recompilation limit, unless the user's own is higher; and parameters as attributes of graphs, for Inductor to
     fold, where the backend that Dynamo compiles for has ``freezes`` set. A graph for any size leaves those that were
     compiled on their own to their graphs, which are better; else Dynamo, which tries the latest first, would use them
-    no more (since torch 2.13).
+    no more (since torch 2.13). Recurrent networks are traced as the operators that they consist of (since torch 2.12,
+    where that can be said for one thread).
 
     Args:
         freezes: Whether any backend may have it set.
+        is_recurrent: Whether what is called has ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``.
     """
 
-    def __init__(self, *, freezes: bool) -> None:
+    def __init__(self, *, freezes: bool, is_recurrent: bool) -> None:
         self._freezes = freezes
-        self._exclusion = _exclusion_override()
+        names = ("automatic_dynamic_exclusion_guard", *(("allow_rnn",) if is_recurrent else ()))
+        self._set = [override for override in map(_override, names) if override is not None]
 
     def begin(self, limit: int) -> Any:
         """Let the settings hold; returns what ``end`` needs."""
         if self._freezes:
             _freezing.begin()
-        exclusion = self._exclusion.set(True) if self._exclusion is not None else None
-        return _begin_limit(limit), exclusion
+        return _begin_limit(limit), [override.set(True) for override in self._set]
 
     def end(self, token: Any) -> None:
         """Put back what was there."""
-        limit, exclusion = token
-        if self._exclusion is not None:
-            self._exclusion.reset(exclusion)
+        limit, tokens = token
+        for override, before in zip(self._set, tokens, strict=True):
+            override.reset(before)
         _end_limit(limit)
         if self._freezes:
             _freezing.end()
@@ -93,11 +95,10 @@ def sizes_as_they_are() -> AbstractContextManager[None]:
 
 
 @functools.cache
-def _exclusion_override() -> ContextVar[Any] | None:
-    """Return where Dynamo asks whether a graph for any size leaves known sizes to others; ``None`` before 2.13."""
+def _override(name: str) -> ContextVar[Any] | None:
+    """Return where Dynamo asks for a setting in this thread; ``None`` where it has none, and before torch 2.12."""
     config: Any = importlib.import_module("torch._dynamo.config")
-    entry = config._config.get("automatic_dynamic_exclusion_guard")
-    override = getattr(entry, "user_override", None)
+    override = getattr(config._config.get(name), "user_override", None)
     return override if isinstance(override, ContextVar) else None
 
 
