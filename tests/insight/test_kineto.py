@@ -22,7 +22,7 @@ def test_kinds_times_and_links_are_read():
     trace = read_trace(
         trace_of(
             event("cuda_runtime", "cudaLaunchKernel", 10.5, 4.0, correlation=1),
-            event("kernel", "gemm", 20.25, 8.0, stream=7, correlation=1, **{"blocks per SM": 0.25}),
+            event("kernel", "gemm", 20.25, 8.0, stream=7, correlation=1),
             event("cuda_runtime", "cudaGraphLaunch", 30, 5, correlation=2),
             event("kernel", "a", 40, 1, stream=7, correlation=2, **{"graph id": 5}),
             event("kernel", "ncclDevKernel_AllReduce", 41, 3, stream=9, correlation=2, **{"graph id": 5}),
@@ -34,13 +34,7 @@ def test_kinds_times_and_links_are_read():
         )
     )
     gemm, a, reduce, copy = trace.activities
-    assert (gemm.start_ns, gemm.end_ns, gemm.stream, gemm.launch, gemm.fill) == (
-        BASE + 20_250,
-        BASE + 28_250,
-        7,
-        1,
-        0.25,
-    )
+    assert (gemm.start_ns, gemm.end_ns, gemm.stream, gemm.launch) == (BASE + 20_250, BASE + 28_250, 7, 1)
     assert (a.graph, a.launch) == (5, 2)
     assert reduce.kind is ActivityKind.COMMUNICATION
     assert (copy.kind, copy.is_pageable, copy.num_bytes) == (ActivityKind.COPY, True, 64)

@@ -87,7 +87,6 @@ def analyse(recording: Recording) -> Findings:
         min(located / charged, 1.0) if charged else 1.0,
         why,
         recording.notes,
-        _underfilled(recording, start, end),
         *unseen_python(recording, start, end),
         aside=find_aside(recording, steps, slices) if recording.has_steps else None,
     )
@@ -294,17 +293,6 @@ def _with_bounded_data_gain(found: Findings) -> Findings:
     )
     gains = {cause: round(each * share) if cause in DATA else each for cause, each in found.recoverable.items()}
     return replace(found, rows=tuple(rows), recoverable=gains)
-
-
-def _underfilled(recording: Recording, start: int, end: int) -> float:
-    """Share of a window lost to kernels that were alone on the device and left multiprocessors free."""
-    alone = [each for each in recording.activities if each.kind is ActivityKind.KERNEL and each.fill < 1.0]
-    lost = sum(
-        (min(each.end_ns, end) - max(each.start_ns, start)) * (1 - each.fill)
-        for each in alone
-        if each.end_ns > start and each.start_ns < end
-    )
-    return lost / (end - start)
 
 
 def _judge(found: Findings) -> tuple[Severity, Row | None]:

@@ -99,7 +99,6 @@ class Findings:
         notes: Recompilations and graph breaks.
         unseen_python: In what part of the window Python code ran in pieces too short to be looked into.
         unseen_before: The user's line of the operators that came next most often.
-        underfilled_share: What of the window is lost to kernels alone on the device that do not fill it.
         aside: What keeps the device busy in few steps without training, where that takes long.
     """
 
@@ -117,7 +116,6 @@ class Findings:
     located_share: float
     why_unreliable: str = ""
     notes: tuple[Note, ...] = ()
-    underfilled_share: float = 0.0
     unseen_python: float = 0.0
     unseen_before: Site | None = None
     aside: Aside | None = None

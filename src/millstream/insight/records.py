@@ -134,7 +134,6 @@ class Activity:
         launch: Number of the call that launched it (CUPTI's correlation id); ``None`` where that is not known.
         graph: Number of the CUDA graph it belongs to; ``None`` outside of one.
         is_pageable: Of a copy: one of its ends is host memory that is not pinned.
-        fill: Share of the multiprocessors that its blocks occupy.
         num_bytes: Of a copy.
     """
 
@@ -146,7 +145,6 @@ class Activity:
     launch: int | None = None
     graph: int | None = None
     is_pageable: bool = False
-    fill: float = 1.0
     num_bytes: int = 0
 
 

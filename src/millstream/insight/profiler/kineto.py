@@ -108,7 +108,6 @@ def _activity(start: int, end: int, name: str, category: str, arguments: Mapping
     if kind is ActivityKind.KERNEL and name.lower().startswith(_COMMUNICATION):
         kind = ActivityKind.COMMUNICATION
     graph = int(arguments.get("graph id", 0) or 0) or None
-    blocks = arguments.get("blocks per SM")
     return Activity(
         start,
         end,
@@ -118,7 +117,6 @@ def _activity(start: int, end: int, name: str, category: str, arguments: Mapping
         int(arguments["correlation"]) if "correlation" in arguments else None,
         graph,
         "Pageable" in name,
-        min(float(blocks), 1.0) if blocks is not None else 1.0,
         int(arguments.get("bytes", 0)),
     )
 
