@@ -90,7 +90,9 @@ def test_random_loops_keep_their_bits(seed):
         assert one.stride() == other.stride()
 
 
-def test_what_is_left_does_not_grow_with_the_turns_but_for_inputs_and_results():
+def test_what_is_left_does_not_grow_with_the_turns_but_for_inputs_and_results(monkeypatch):
+    monkeypatch.setattr(rolling, "MOST_FUSED", 1)
+
     def loop(x):
         h = x[0]
         for row in x.unbind():
@@ -100,6 +102,22 @@ def test_what_is_left_does_not_grow_with_the_turns_but_for_inputs_and_results():
     sizes = [rolled(loop, torch.randn(length, 3)) for length in (TURNS_TAKEN, 2 * TURNS_TAKEN)]
     assert [turns for _, _, turns, _ in sizes] == [TURNS_TAKEN, 2 * TURNS_TAKEN]
     assert sizes[1][3] - sizes[0][3] <= 2 * TURNS_TAKEN
+
+
+@pytest.mark.parametrize("most", [16, 64])
+def test_several_pointwise_turns_are_one(monkeypatch, most):
+    monkeypatch.setattr(rolling, "MOST_FUSED", most)
+
+    def loop(x):
+        before, now = x[0], x[1]
+        for row in x.unbind():
+            before, now = now, (now * 2 - before * 0.5 + row).sin()
+        return now, torch.autograd.grad(now.square().sum(), x)[0]
+
+    x = torch.randn(TURNS_TAKEN + 1, 3, dtype=torch.float64, requires_grad=True)
+    expected, found, num_turns, _ = rolled(loop, x)
+    assert 4 <= num_turns < TURNS_TAKEN
+    assert all(map(torch.equal, expected, found))
 
 
 def layers(x, *weights):

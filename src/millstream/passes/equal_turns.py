@@ -86,6 +86,24 @@ class Run:
         """Operators that need not be lowered."""
         return (len(self.turns) - 1) * self.period
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether one kernel may compute a turn, and several turns as well."""
+        return all(torch.Tag.pointwise in getattr(node.target, "tags", ()) for node in self.turns[0])
+
+    def grouped(self, size: int) -> Run:
+        """The same with so many turns as one; those that are left over at the end belong to no turn."""
+
+        def within(made: Earlier | None, number: int) -> Earlier | None:
+            if made is None:
+                return None
+            turn = number - made.back
+            return made._replace(back=-(turn // size), place=turn % size * self.period + made.place)
+
+        turns = [self.turns[at : at + size] for at in range(0, len(self.turns) - size + 1, size)]
+        reads = [tuple(within(made, number) for made in each) for number in range(size) for each in self.reads]
+        return Run(tuple(tuple(node for turn in group for node in turn) for group in turns), tuple(reads))
+
 
 def find_runs(graph: fx.Graph, fewest_saved: int) -> list[Run]:
     """Find loops in a graph of aten operators whose nodes carry their values in ``meta["val"]``.

@@ -41,6 +41,8 @@ FEWEST_SAVED = 500
 """Operators that a loop must save: some ten seconds of lowering. Kernels of fewer are better fused between turns."""
 
 
+MOST_FUSED = 64
+"""Operators that Inductor puts into one kernel, where all of them are pointwise."""
 MOST_RESULTS = 128
 """Of one node: PyTorch looks at all results of an operator for each that is used."""
 
@@ -124,12 +126,18 @@ def roll_loops(gm: fx.GraphModule) -> list[Turns]:
         What the nodes refer to, to be held as long as the graph is used.
     """
     inputs = _users_inputs(gm.graph)
-    runs = [run for run in find_runs(gm.graph, FEWEST_SAVED) if not _are_layers(run, inputs)]
+    runs = [_with_fusion(run) for run in find_runs(gm.graph, FEWEST_SAVED) if not _are_layers(run, inputs)]
     rolled = [turns for run in runs for turns in _Roller(gm, run).roll()]
     if rolled:
         gm.graph.lint()
         gm.recompile()
     return rolled
+
+
+def _with_fusion(run: Run) -> Run:
+    """A run of which one kernel can compute several turns, with so many turns as one."""
+    size = min(MOST_FUSED // run.period, len(run.turns) // 4)
+    return run.grouped(size) if size > 1 and run.is_pointwise else run
 
 
 def _are_layers(run: Run, inputs: Container[fx.Node]) -> bool:
