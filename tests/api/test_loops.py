@@ -11,8 +11,10 @@ import millstream as ms
 from millstream._torch.workarounds import without
 from millstream.api import executables
 from millstream.check import find_races
+from millstream.lower import lower_graph
 from millstream.passes import rolling
 from millstream.testing import spread_plan
+from tests.processes import bring_compiled_code
 
 LENGTH = 24
 
@@ -58,6 +60,20 @@ def trained(wrap, calls=3):
     generator = torch.Generator().manual_seed(1)
     losses = [step(torch.randn(LENGTH, 2, 3, dtype=torch.float64, generator=generator)) for _ in range(calls)]
     return [*losses, *model.parameters()], step
+
+
+def test_the_next_process_finds_the_program(monkeypatch, tmp_path):
+    bring_compiled_code(tmp_path)
+    monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("MILLSTREAM_WARM_START", "1")
+    first, _ = trained(ms.step(engine="serial", strict=True))
+    monkeypatch.setattr(lower_graph, "compile_fx_inner", None)
+    torch._dynamo.reset()
+    found, step = trained(ms.step(engine="serial", strict=True))
+    assert all(map(torch.equal, found, first))
+    sources = {kernel.source.partition(" in ")[2] for kernel in ms.explain(step).programs[0].plan.graph.kernels}
+    assert "forward" in sources
+    assert str(ms.explain(step)).count("equal turns of a loop") == 2
 
 
 def test_a_step_lowers_one_turn_of_each_pass():

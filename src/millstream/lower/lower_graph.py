@@ -35,7 +35,7 @@ from millstream.lower.kept import FileContent, ProgramFile, open_record
 from millstream.lower.segmented.segments import has_collectives
 from millstream.lower.symbolic import SymbolicProgram
 from millstream.lower.translation.translate import translate
-from millstream.lower.turns import LOOP, bind_turns, lower_turns
+from millstream.lower.turns import LOOP, Lower, bind_turns, lower_turns
 from millstream.lower.views import check_views
 from millstream.passes.rolling import roll_loops
 from millstream.program import Program, Value
@@ -144,7 +144,7 @@ def lower_graph(
     visible = frozenset(_visible_outputs(graph) if phase is Phase.FORWARD else range(len(_outputs(graph))))
     facts = {"phase": str(phase), "static": static, "layout_opt": kwargs.get("layout_opt")}
     choice, tried, record = choosing.decide(lambda: open_record(graph, inputs, facts, options))
-    symbolic = False
+    symbolic, bodies = False, list[ProgramFile | None]()
     with contextlib.ExitStack() as stack:
         # Inductor may ask all ranks about collectives: none may wait for another one here.
         found = _find(record, stack, waits=not has_collectives(graph.graph))
@@ -155,9 +155,10 @@ def lower_graph(
             with options_of(choice) as others:
                 rewrite_for(choice, graph)
                 settings = {**options, **others}
-                program, wrapper, symbolic = _lower_anew(graph, inputs, kwargs, name, phase, static, settings)
+                how = partial(_lower_body, bodies, kwargs=kwargs, name=name, options=settings)
+                program, wrapper, symbolic = _lower_anew(graph, inputs, kwargs, name, phase, static, settings, how)
             if record is not None:
-                record.save(program, wrapper, _told_strides())
+                record.save(program, wrapper, _told_strides(), bodies)
     lowered = _as_lowered(program, phase, visible, start, record, symbolic=symbolic)
     return replace(lowered, tried=tried) if isinstance(lowered, Lowered) else lowered
 
@@ -192,11 +193,23 @@ def _lower_anew(
     phase: Phase,
     static: frozenset[int],
     options: dict[str, Any],
+    lower_body: Lower,
 ) -> tuple[Program, torch.fx.GraphModule, bool]:
-    """The program of a graph, the wrapper that it was translated from, and whether it is for many sizes."""
+    """The program of a graph, the wrapper that it was translated from, and whether it is for many sizes.
+
+    Args:
+        graph: As of ``lower_graph``, like the others.
+        inputs: Likewise.
+        kwargs: Likewise.
+        name: Likewise.
+        phase: Likewise.
+        static: Likewise.
+        options: Likewise.
+        lower_body: Lowers what is lowered apart: a turn of a loop, or a function of control flow.
+    """
     loops = [] if is_symbolic(inputs) else roll_loops(graph)
     try:
-        return _lower_rolled(graph, inputs, kwargs, name, phase, static, options)
+        return _lower_rolled(graph, inputs, kwargs, name, phase, static, options, lower_body)
     except Exception as error:
         if loops:
             raise LoweringError(f"It cannot be lowered with {loops[0]} as one.", construct=LOOP) from error
@@ -211,13 +224,13 @@ def _lower_rolled(
     phase: Phase,
     static: frozenset[int],
     options: dict[str, Any],
+    lower_body: Lower,
 ) -> tuple[Program, torch.fx.GraphModule, bool]:
     symbolic = is_symbolic(inputs)
     num_outputs = len(_outputs(graph))
     launches: Iterable[TritonLaunch] = ()
-    bodies = partial(_lower_body, kwargs=kwargs, name=name, options=options)
-    turns = lower_turns(graph, bodies)
-    controls = take_control_flow(graph, bodies, is_backward=phase is Phase.BACKWARD)
+    turns = lower_turns(graph, lower_body)
+    controls = take_control_flow(graph, lower_body, is_backward=phase is Phase.BACKWARD)
     if phase is Phase.INFERENCE and not symbolic:  # own kernels are chosen by size
         if registry.rewrite(graph):
             kwargs = {**kwargs, "layout_opt": True}
@@ -252,9 +265,15 @@ def _lower_rolled(
 
 
 def _lower_body(
-    body: torch.fx.GraphModule, inputs: list[Any], *, kwargs: dict[str, Any], name: str, options: dict[str, Any]
+    records: list[ProgramFile | None],
+    body: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    kwargs: dict[str, Any],
+    name: str,
+    options: dict[str, Any],
 ) -> Program:
-    """The program of a function that an operator of control flow is given."""
+    """The program of what is lowered apart, whose record is noted."""
     # A context of its own: that of the whole graph knows which of the graph's inputs a backward pass may write over, by
     # their positions, and is told the strides of its results.
     with torch._guards.tracing(torch._guards.TracingContext(detect_fake_mode(inputs))):
@@ -265,6 +284,7 @@ def _lower_body(
         lowered = lower_graph(body, inputs, own, f"{name}.body", Phase.STEP, frozenset(), options)
     if isinstance(lowered, LoweredForSizes):
         raise LoweringError("Control flow inside a graph has no kernel graph where sizes change.", construct=name)
+    records.append(lowered.record)
     return lowered.program
 
 

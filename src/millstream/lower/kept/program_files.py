@@ -9,6 +9,8 @@ and a file is of use where that holds. Then it is decided again, so that the cal
 
 A second kind of file only names the first one: a whole step is found by the graph that tracing gives, before AOT
 autograd has made another of it.
+
+Where one turn of a loop was lowered for all of them, its kernels are in the file of the turn, which is named.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from millstream.lower.kept.encoding import Decoder, Encoder
 from millstream.lower.kept.key import ProgramNotKept, describe_graph, describe_settings
 from millstream.lower.kept.tuners import encode_tuners, offer_tuners
 from millstream.lower.origins import module_path, source_line
+from millstream.passes.rolling import TURNS, turns_of
 from millstream.program import Program
 
 LOGGER = logging.getLogger("millstream")
@@ -49,6 +52,7 @@ MOST_VARIANTS = 4
 """Of a graph with symbolic sizes, for which different things were decided."""
 PATIENCE_S = 600.0
 """For another process that lowers the same program. One that dies lets others go on at once."""
+Kernels = dict[str, Callable[..., Any]]
 Strides = list[Any]  # of the results, as Inductor tells AOT autograd
 
 
@@ -64,11 +68,13 @@ class FileContent:
     Attributes:
         program: Ready to run.
         strides: Of the results, as Inductor tells AOT autograd.
+        kernels: What launches of generated kernels call, by the kernel's name.
         added: Tensors of the graph that it takes for its first inputs.
     """
 
     program: Program
     strides: Strides
+    kernels: Kernels
     added: tuple[torch.Tensor, ...] = ()
 
 
@@ -107,6 +113,7 @@ class ProgramFile:
         attributes: Tensors of the graph by name.
         symbols: What its sizes are made of, by name.
         used: Those that the program has for constants; ``None`` before it is known to be on disk.
+        kernels: What launches of generated kernels call, and the kernel's name; ``None`` likewise.
         switches: Of PyTorch, under which it is lowered.
     """
 
@@ -114,10 +121,11 @@ class ProgramFile:
         self, digest: str, gm: torch.fx.GraphModule, symbols: Mapping[str, Any], switches: SwitchSettings
     ) -> None:
         self.digest, self.symbols, self.switches = digest, symbols, switches
-        self.lines = list(dict.fromkeys((source_line(node), module_path(node)) for node in gm.graph.nodes))
+        self.lines = list(dict.fromkeys((source_line(node), module_path(node)) for node in _nodes_of(gm)))
         names = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
         self.attributes = {name: value for name, value in _tensors(gm).items() if name in names}
         self.used: set[str] | None = None
+        self.kernels: list[tuple[Callable[..., Any], str]] | None = None
 
     def load(self) -> FileContent | None:
         """Read the program; ``None`` where there is none that can be used."""
@@ -125,6 +133,7 @@ class ProgramFile:
         if found is not None:
             constants = {id(value) for value in found.program.constants.values()}
             self.used = {name for name, value in self.attributes.items() if id(value) in constants}
+            self.kernels = [(function, name) for name, function in found.kernels.items()]
         return found
 
     @contextmanager
@@ -142,20 +151,36 @@ class ProgramFile:
                 with suppress(OSError):
                     path.unlink()
 
-    def save(self, program: Program, wrapper: torch.fx.GraphModule, strides: Strides) -> None:
+    def save(
+        self,
+        program: Program,
+        wrapper: torch.fx.GraphModule,
+        strides: Strides,
+        bodies: Sequence[ProgramFile | None] = (),
+    ) -> None:
         """Write the program that the graph has become.
 
         Args:
             program: It.
             wrapper: What it was translated from.
             strides: Of the results, as Inductor told AOT autograd.
+            bodies: Records of what was lowered apart, and is a part of the program.
         """
         kernels = [node.target for node in wrapper.graph.nodes if isinstance(node.target, GeneratedKernel)]
-        encoder = Encoder([(kernel.function, kernel.__name__) for kernel in kernels], self.attributes, self.symbols)
+        own = [(kernel.function, kernel.__name__) for kernel in kernels]
+        parts = [
+            (function, _name_in(number, name))
+            for number, body in enumerate(bodies)
+            if body is not None
+            for function, name in body.kernels or ()
+        ]
+        encoder = Encoder([*parts, *own], self.attributes, self.symbols)
         places = {line: (str(place), "") for place, line in enumerate(self.lines)}
         try:
             if present() is not self.switches:
                 raise ProgramNotKept("a switch of PyTorch was changed while it was lowered")
+            if any(body is None or body.kernels is None for body in bodies):
+                raise ProgramNotKept("a part of it is not kept")
             if any(name in program.constants for kernel in program.graph.kernels for name in kernel.writes):
                 raise ProgramNotKept("it writes a constant")
             sources: Sources = wrapper.meta[SOURCES]
@@ -166,6 +191,7 @@ class ProgramFile:
                     _with_lines(program, lambda kernel: places.get((kernel.source, kernel.module), NO_LINE))
                 ),
                 "sources": [sources.prologue, sources.imported, sources.files, sources.cpp],
+                "bodies": [body.digest for body in bodies if body is not None],
                 "tuners": encode_tuners(tuners.items()),
                 "strides": encoder.encode(strides),
                 "symbols": list(self.symbols),
@@ -174,7 +200,7 @@ class ProgramFile:
         except (ProgramNotKept, ValueError) as reason:
             LOGGER.debug("not kept on disk: %s", reason)
             return
-        self.used = encoder.used
+        self.used, self.kernels = encoder.used, own
         free = (variant for variant in range(MOST_VARIANTS) if not _path(self.digest, variant).exists())
         _write(self.digest, content, next(free, 0) if self.symbols else 0)
 
@@ -182,7 +208,7 @@ class ProgramFile:
         """The record of another program of the same graph."""
         other = copy.copy(self)
         other.digest = hashlib.sha256(f"{self.digest}{choice}".encode()).hexdigest()
-        other.used = None
+        other.used = other.kernels = None
         return other
 
     def note_choice(self, noted: Mapping[str, Any]) -> None:
@@ -252,17 +278,35 @@ def _found_in(
         return found and replace(found, added=tuple(attributes[name] for name in content["added"]))
     if not hold_guards(content["guards"], [symbols[name] for name in content["symbols"]]):
         return None
+    own = _load_kernels(content)
+    parts = {
+        _name_in(number, name): function
+        for number, digest in enumerate(content["bodies"])
+        for name, function in _load_kernels(_read(digest, 0)).items()
+    }
+    decoder = Decoder(parts | own, attributes, symbols)
+    program: Program = decoder.decode(content["program"])
+    program = _with_lines(program, lambda kernel: lines[int(kernel.source)] if kernel.source else NO_LINE)
+    return FileContent(program, decoder.decode(content["strides"]), own)
+
+
+def _load_kernels(content: Any) -> Kernels:
+    """The kernels whose sources are in a file, which is told how they are launched if it does not say so."""
+    if content is None:
+        raise LookupError("a part of it is no longer there")
     offer_tuners(content["tuners"])
     prologue, imported, files, cpp = content["sources"]
-    kernels = Sources(prologue, tuple(map(tuple, imported)), tuple(map(tuple, files)), tuple(map(tuple, cpp)))
-    loaded = [GeneratedKernel(name, compiled, body, ()) for name, (compiled, body) in kernels.load().items()]
+    sources = Sources(prologue, tuple(map(tuple, imported)), tuple(map(tuple, files)), tuple(map(tuple, cpp)))
+    loaded = [GeneratedKernel(name, compiled, body, ()) for name, (compiled, body) in sources.load().items()]
     tuners = {kernel.tuner: kernel.definition for kernel in loaded if kernel.tuner is not None}
     used.note_tuners(tuners)
     content["tuners"] = content["tuners"] or encode_tuners(tuners.items())
-    decoder = Decoder({kernel.__name__: kernel.function for kernel in loaded}, attributes, symbols)
-    program: Program = decoder.decode(content["program"])
-    program = _with_lines(program, lambda kernel: lines[int(kernel.source)] if kernel.source else NO_LINE)
-    return FileContent(program, decoder.decode(content["strides"]))
+    return {kernel.__name__: kernel.function for kernel in loaded}
+
+
+def _name_in(part: int, name: str) -> str:
+    """Name a kernel of what was lowered apart, so that it differs from the program's own."""
+    return f"{part} {name}"
 
 
 def _path(digest: str, variant: int) -> Path:
@@ -298,6 +342,14 @@ def read_content(path: Path) -> Any:
     with suppress(ValueError, zlib.error):
         return json.loads(zlib.decompress(found[32:]))
     return None
+
+
+def _nodes_of(gm: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """The nodes of a graph, and of one turn of each of its loops."""
+    for node in gm.graph.nodes:
+        yield node
+        if node.target is TURNS:
+            yield from turns_of(node.args[1]).body.graph.graph.nodes
 
 
 def _tensors(gm: torch.fx.GraphModule) -> dict[str, torch.Tensor]:
