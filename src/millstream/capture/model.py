@@ -12,7 +12,6 @@ import copy
 import functools
 import inspect
 import operator
-import re
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch._dynamo import config as dynamo_config
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +39,17 @@ from millstream._torch.compiler.lookups import compile_for
 from millstream._torch.dispatcher import is_differentiated_outside
 from millstream._torch.distributed.wrappers import call_around
 from millstream._torch.modes.switches import IN_GRAPHS
-from millstream.capture.lines import COMES_TO, in_library, is_users, library_in, place_in
+from millstream.capture.dynamos_reasons import (
+    SCRIPTED,
+    dynamos_reason,
+    find_scripted,
+    first_line,
+    guess_obstacles,
+    place_in_code,
+    refusal_of,
+    takes_no_more,
+)
+from millstream.capture.lines import COMES_TO, is_users
 from millstream.capture.state.signature import RESOLVE_REMEDY, is_lazy_view
 from millstream.capture.trace.refusing.unsupported import within_transform
 from millstream.device.compiled_switches import install_later
@@ -210,7 +218,6 @@ class _Hooks:
 
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
-_SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
 _ISOLATED: dict[str, Any] = (
     {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
@@ -240,7 +247,7 @@ class Compiled:
         self._settings = DuringCalls(freezes=compiler.freezes, is_recurrent=is_recurrent)
         self._reported = 0
         self._has_nothing = False
-        self._scripted = _find_scripted(function)
+        self._scripted = find_scripted(function)
         disabled = why_disabled()
         self._is_disabled = disabled is not None
         compiler.fallbacks += [] if disabled is None else [str(disabled)]
@@ -281,11 +288,11 @@ class Compiled:
                 raise failure.inner_exception from None
             raise
         except (Unsupported, UserError) as error:  # with ``fullgraph=True`` only
-            raise _refusal(error) from error
+            raise refusal_of(error) from error
         except Exception as error:
             if self.compiler.strict and any(told in str(error) for told in _GIVES_UP):
                 raise CaptureError(
-                    f"Dynamo captures no more of it ({_first_line(error)}). {_takes_no_more(self._limit)}"
+                    f"Dynamo captures no more of it ({first_line(error)}). {takes_no_more(self._limit)}"
                 ) from error
             has_begun = self.compiler.num_runs > num_runs or len(dynamo_utils.graph_break_reasons) > breaks
             if has_begun or not raised_before_running(error, is_users):
@@ -300,8 +307,8 @@ class Compiled:
         # It is mostly the user's own mistake: raised as in eager mode, without twenty lines of Dynamo's.
         result = self._function(*args, **kwargs)
         if self.compiler.strict:
-            raise _refusal(refused) from refused
-        told = f"{type(refused).__name__}: {_first_line(refused)}"
+            raise refusal_of(refused) from refused
+        told = f"{type(refused).__name__}: {first_line(refused)}"
         self.compiler.warn(f"a call has run as plain Python, as Dynamo cannot trace it ({told}).")
         return result
 
@@ -329,11 +336,11 @@ class Compiled:
             self._report(breaks)
         elif self.compiler.num_runs == num_runs and num_refused_forms() > self._num_refused:
             self._num_refused = num_refused_forms()
-            self.compiler.warn(f"new forms of inputs run as plain Python. {_takes_no_more(self._limit)}")
+            self.compiler.warn(f"new forms of inputs run as plain Python. {takes_no_more(self._limit)}")
 
     def _call_for(self, hooks: tuple[int, ...]) -> Callable[..., Any]:
         """Return what to call with these hooks. Dynamo takes what it captured for one backend for no other."""
-        if isinstance(self._function, _SCRIPTED):
+        if isinstance(self._function, SCRIPTED):
             return self._function
         if hooks not in self._calls:
             backend, function = functools.partial(self.compiler), self._function
@@ -352,11 +359,11 @@ class Compiled:
         """Tell the user what Dynamo left to Python while it captured."""
         self._reported = len(self.compiler.graphs)
         for reason in dynamo_utils.graph_break_reasons[breaks:]:
-            where, why, remedy = "", _dynamos_reason(reason.reason), ""
+            where, why, remedy = "", dynamos_reason(reason.reason), ""
             if reason.user_stack and reason.user_stack[-1].filename == __file__:
                 why = "a part is compiled already"
             elif reason.user_stack:
-                where, remedy = _place_in(reason.user_stack)
+                where, remedy = place_in_code(reason.user_stack)
             inner = f"{where.removeprefix(' at ').rpartition(COMES_TO)[2]} ({why})"
             is_told = any(inner in each for each in self.compiler.fallbacks)
             if not is_told:  # also with the line that comes to it, which Dynamo knows for the first part only
@@ -366,12 +373,12 @@ class Compiled:
         """Tell the user once that Dynamo captured nothing at all, if there was something to capture."""
         is_recurrent = any("LSTM" in each for each in obstacles)
         if (not obstacles or is_recurrent) and isinstance(self._function, torch.nn.Module):
-            obstacles = [*obstacles, *_guess_obstacles(self._function)]
+            obstacles = [*obstacles, *guess_obstacles(self._function)]
         if self._scripted:
             return  # that was told
         if obstacles and not self._has_nothing:
             self._has_nothing = True
-            reasons = ", ".join(dict.fromkeys(map(_first_line, obstacles)))
+            reasons = ", ".join(dict.fromkeys(map(first_line, obstacles)))
             self.compiler.warn(f"nothing of it is captured ({reasons}); it runs as plain Python.")
 
     def tell_unwrapped(self, module: torch.nn.Module, name: str) -> None:
@@ -388,73 +395,6 @@ class Compiled:
         self.compiler.warn(f"{name}() is not compiled: it calls the original model, and what calls this one is.")
 
 
-def _find_scripted(function: Callable[..., Any]) -> str:
-    """Return why Dynamo does not see into a function or a part of a module, if ``torch.jit`` has made it."""
-    parts = function.named_modules() if isinstance(function, torch.nn.Module) else [("", function)]
-    for path, part in parts:
-        if isinstance(part, _SCRIPTED):
-            return (
-                f"{path or 'it'} runs as it is, for Dynamo does not see into what torch.jit has made. "
-                "Use the module or function that it was made from."
-            )
-    return ""
-
-
 def _is_recurrent(function: Callable[..., Any]) -> bool:
     modules = function.modules() if isinstance(function, torch.nn.Module) else ()
     return any(isinstance(each, torch.nn.RNNBase) for each in modules)
-
-
-def _guess_obstacles(root: torch.nn.Module) -> list[str]:
-    """Return why Dynamo may capture nothing: it says so only when it first meets a function, maybe in another model."""
-    parts = [part for part in root.modules() if isinstance(part, torch.nn.RNNBase)]
-    if parts:
-        return [f"Dynamo does not trace nn.{type(parts[0]).__name__}, but ms.step takes it"]
-    if num_refused_forms():
-        return [
-            "more forms of this class, or of the function, are captured by others than Dynamo takes; "
-            "torch._dynamo.reset() makes room"
-        ]
-    return ["Dynamo does not say why"] if next(root.parameters(), None) is not None else []
-
-
-def _first_line(text: object) -> str:
-    return str(text).strip().partition("\n")[0]
-
-
-def _takes_no_more(limit: int) -> str:
-    limit = max(dynamo_config.recompile_limit, limit)
-    return (
-        f"Dynamo takes {limit} forms of inputs and state of one function; all models of one of "
-        "PyTorch's own classes are one to it, and where it refuses a part of one it takes none any more."
-    )
-
-
-def _dynamos_reason(text: object) -> str:
-    """Dynamo's own words: what it has met, and its explanation, in one line."""
-    first = _first_line(text)
-    first = "Dynamo cannot trace what is called there" if first == "step_unsupported" else first
-    explained = _EXPLANATION.search(str(text))
-    return first if explained is None else f"{first.rstrip('.')}: {explained[1].rstrip('.')}"
-
-
-_EXPLANATION = re.compile(r"^ *Explanation: *(\S.*)$", re.MULTILINE)
-
-
-def _place_in(stack: Sequence[Any]) -> tuple[str, str]:
-    """Return where Dynamo was, and what to do if that is a library: each begins with a space, or is empty."""
-    frames = [(each.filename, f"{each.lineno} in {each.name}") for each in reversed(stack)]
-    users = [each for each in frames if is_users(each[0])]
-    found = users or [each for each in frames if "/torch/_dynamo/" not in each[0]][:1]
-    place = place_in(found) if found else ""
-    library = library_in(place)
-    return f" at {place}" * bool(place), f" {in_library(library)}" * bool(library)
-
-
-def _refusal(error: Exception) -> CaptureError:
-    where, remedy = _place_in(getattr(error, "real_stack", None) or ())
-    return CaptureError(
-        f"Dynamo cannot trace all of it ({_dynamos_reason(error)}).",
-        where=where.removeprefix(" at "),
-        remedy=f"Without strict=True, that part runs as plain Python.{remedy}",
-    )
