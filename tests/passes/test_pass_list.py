@@ -39,6 +39,8 @@ OTHERS = {
     "take_control_flow": "translates: there is no program without",
     "cut": "translates: there is no program without",
     "plain_forward": "runs a graph: no program is made of it",
+    "rewrite_products": "of the alternative row-products, which is switched off by its name",
+    "rewrite_attention": "of the alternative split-attention, likewise",
 }
 """Functions that change a graph and are no passes, and why."""
 
