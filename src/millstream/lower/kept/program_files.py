@@ -10,7 +10,7 @@ and a file is of use where that holds. Then it is decided again, so that the cal
 A second kind of file only names the first one: a whole step is found by the graph that tracing gives, before AOT
 autograd has made another of it.
 
-Where one turn of a loop was lowered for all of them, its kernels are in the file of the turn, which is named.
+Where one turn of a loop was lowered for all of them, by itself, its kernels come along from the turn's own file.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class ProgramFile:
                     _with_lines(program, lambda kernel: places.get((kernel.source, kernel.module), NO_LINE))
                 ),
                 "sources": [sources.prologue, sources.imported, sources.files, sources.cpp],
-                "bodies": [body.digest for body in bodies if body is not None],
+                "parts": [_kernels_in(_read(body.digest, 0)) for body in bodies if body is not None],
                 "tuners": encode_tuners(tuners.items()),
                 "strides": encoder.encode(strides),
                 "symbols": list(self.symbols),
@@ -281,8 +281,8 @@ def _found_in(
     own = _load_kernels(content)
     parts = {
         _name_in(number, name): function
-        for number, digest in enumerate(content["bodies"])
-        for name, function in _load_kernels(_read(digest, 0)).items()
+        for number, part in enumerate(content["parts"])
+        for name, function in _load_kernels(part).items()
     }
     decoder = Decoder(parts | own, attributes, symbols)
     program: Program = decoder.decode(content["program"])
@@ -292,8 +292,6 @@ def _found_in(
 
 def _load_kernels(content: Any) -> Kernels:
     """The kernels whose sources are in a file, which is told how they are launched if it does not say so."""
-    if content is None:
-        raise LookupError("a part of it is no longer there")
     offer_tuners(content["tuners"])
     prologue, imported, files, cpp = content["sources"]
     sources = Sources(prologue, tuple(map(tuple, imported)), tuple(map(tuple, files)), tuple(map(tuple, cpp)))
@@ -302,6 +300,17 @@ def _load_kernels(content: Any) -> Kernels:
     used.note_tuners(tuners)
     content["tuners"] = content["tuners"] or encode_tuners(tuners.items())
     return {kernel.__name__: kernel.function for kernel in loaded}
+
+
+def _kernels_in(content: Any) -> Any:
+    """What a file says of its kernels.
+
+    Raises:
+        ProgramNotKept: There is none.
+    """
+    if content is None:
+        raise ProgramNotKept("a part of it is no longer there")
+    return {"sources": content["sources"], "tuners": content["tuners"]}
 
 
 def _name_in(part: int, name: str) -> str:
