@@ -45,6 +45,17 @@ def test_a_long_sequence_has_one_turn_lowered(monkeypatch):
     assert "equal turns of a loop" in str(ms.explain(compiled))
 
 
+def test_sequences_of_hundreds_stay_with_python(monkeypatch):
+    monkeypatch.setattr("millstream.capture.model.MOST_TURNS", 8)
+    network = nn.GRU(3, 2)
+    compiled, (short, long) = ms.compile(network), (torch.randn(length, 1, 3) for length in (8, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(short), network(short))
+        with pytest.warns(ms.FallbackWarning, match="for sequences and batches of up to 128; ms.step traces all"):
+            torch.testing.assert_close(compiled(long), network(long))
+        assert len(ms.explain(compiled).programs) == 1
+
+
 def test_packed_sequences_stay_with_python():
     class Packed(nn.Module):
         def __init__(self):

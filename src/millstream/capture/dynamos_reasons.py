@@ -13,6 +13,8 @@ from millstream._torch.compiler.dynamo import num_refused_forms
 from millstream.capture.lines import in_library, is_users, library_in, place_in
 from millstream.errors import CaptureError
 
+#: Of a recurrent network, or of sequences in a batch: tracing more would keep users waiting for minutes.
+MOST_TURNS = 128
 SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
 
@@ -32,7 +34,7 @@ def guess_obstacles(root: torch.nn.Module) -> list[str]:
     """Return why Dynamo may capture nothing: it says so only when it first meets a function, maybe in another model."""
     parts = [part for part in root.modules() if isinstance(part, torch.nn.RNNBase)]
     if parts:
-        return [f"Dynamo does not trace nn.{type(parts[0]).__name__}, but ms.step takes it"]
+        return [_RECURRENT]
     if num_refused_forms():
         return [
             "more forms of this class, or of the function, are captured by others than Dynamo takes; "
@@ -57,12 +59,18 @@ def takes_no_more(limit: int) -> str:
 
 def dynamos_reason(text: object) -> str:
     """Dynamo's own words: what it has met, and its explanation, in one line."""
+    if "RNN, GRU, or LSTM" in str(text):
+        return _RECURRENT
     first = first_line(text)
     first = "Dynamo cannot trace what is called there" if first == "step_unsupported" else first
     explained = _EXPLANATION.search(str(text))
     return first if explained is None else f"{first.rstrip('.')}: {explained[1].rstrip('.')}"
 
 
+_RECURRENT = (
+    f"recurrent networks are traced here from PyTorch 2.12 on, for sequences and batches of up to {MOST_TURNS}; "
+    "ms.step traces all of them"
+)
 _EXPLANATION = re.compile(r"^ *Explanation: *(\S.*)$", re.MULTILINE)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from millstream._torch.autograd.hooks import HOOKS_OF_MODULE, count_hooks
 from millstream._torch.compiler.compile_signals import COMPILE_SIGNALS
@@ -40,6 +41,7 @@ from millstream._torch.dispatcher import is_differentiated_outside
 from millstream._torch.distributed.wrappers import call_around
 from millstream._torch.modes.switches import IN_GRAPHS
 from millstream.capture.dynamos_reasons import (
+    MOST_TURNS,
     SCRIPTED,
     dynamos_reason,
     find_scripted,
@@ -242,9 +244,9 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], compiler: Compiler) -> None:
         functools.update_wrapper(self, function, updated=())
         self.compiler = compiler
-        is_recurrent = _is_recurrent(function)
-        self._limit = RECURRENT_LIMIT if is_recurrent else RECOMPILE_LIMIT
-        self._settings = DuringCalls(freezes=compiler.freezes, is_recurrent=is_recurrent)
+        self._is_recurrent = _is_recurrent(function)
+        self._limit = RECOMPILE_LIMIT
+        self._settings = DuringCalls(freezes=compiler.freezes, is_recurrent=self._is_recurrent)
         self._reported = 0
         self._has_nothing = False
         self._scripted = find_scripted(function)
@@ -278,7 +280,9 @@ class Compiled:
         breaks, num_runs = len(dynamo_utils.graph_break_reasons), self.compiler.num_runs
         obstacles = None if self.compiler.graphs else known_obstacles()
         self._refresh()
-        settings = self._settings.begin(self._limit)
+        traces_turns = self._is_recurrent and _longest((args, kwargs)) <= MOST_TURNS
+        self._limit = RECURRENT_LIMIT if traces_turns else RECOMPILE_LIMIT
+        settings = self._settings.begin(self._limit, traces_turns=traces_turns)
         COMPILE_SIGNALS.begin_call()
         try:
             with self._first_sizes():
@@ -393,6 +397,12 @@ class Compiled:
                 remedy="Compile what is inside, self.net = ms.compile(net), and give the Trainer the module itself.",
             )
         self.compiler.warn(f"{name}() is not compiled: it calls the original model, and what calls this one is.")
+
+
+def _longest(arguments: Any) -> int:
+    """The length of the longest sequence, or the size of the largest batch: either may come first."""
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+    return max((size for tensor in tensors for size in tensor.shape[:2]), default=0)
 
 
 def _is_recurrent(function: Callable[..., Any]) -> bool:

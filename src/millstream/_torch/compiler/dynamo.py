@@ -69,16 +69,21 @@ class DuringCalls:
         names = ("automatic_dynamic_exclusion_guard", *(("allow_rnn",) if is_recurrent else ()))
         self._set = [override for override in map(_override, names) if override is not None]
 
-    def begin(self, limit: int) -> Any:
-        """Let the settings hold; returns what ``end`` needs."""
+    def begin(self, limit: int, *, traces_turns: bool = True) -> Any:
+        """Let the settings hold; returns what ``end`` needs.
+
+        Args:
+            limit: On recompilations.
+            traces_turns: Whether recurrent networks are traced, where there are any.
+        """
         if self._freezes:
             _freezing.begin()
-        return _begin_limit(limit), [override.set(True) for override in self._set]
+        return _begin_limit(limit), [override.set(True) for override in (self._set if traces_turns else self._set[:1])]
 
     def end(self, token: Any) -> None:
         """Put back what was there."""
         limit, tokens = token
-        for override, before in zip(self._set, tokens, strict=True):
+        for override, before in zip(self._set, tokens, strict=False):
             override.reset(before)
         _end_limit(limit)
         if self._freezes:
