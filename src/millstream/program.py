@@ -7,14 +7,14 @@ view of one of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from millstream._torch.dispatcher import is_users
 from millstream._torch.modes.switches import present
@@ -180,3 +180,48 @@ class Program:
     def devices(self) -> frozenset[str]:
         """Places that its kernels run on."""
         return frozenset(kernel.device for kernel in self.graph.kernels)
+
+
+class Renaming:
+    """The names of a program's values in another program, of which its kernels become a part.
+
+    Args:
+        prefix: Put before names.
+        names: What values are that the other program has already.
+        views: Of the other program.
+    """
+
+    def __init__(self, prefix: str, names: Mapping[str, str], views: Mapping[str, View]) -> None:
+        self._prefix, self._names, self._views = prefix, names, views
+
+    def value(self, name: str) -> str:
+        """Return the name of a value."""
+        return self._names.get(name) or self._prefix + name
+
+    def buffer(self, name: str) -> str:
+        """Return the name of a buffer: that in which the value lies."""
+        if name.startswith("rng:"):
+            return name
+        if name.startswith("view:"):
+            return f"view:{self._prefix}{name.removeprefix('view:')}"
+        name = self.value(name)
+        return self._views[name].base if name in self._views else name
+
+    def buffers(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the names of buffers, each once."""
+        return tuple(dict.fromkeys(map(self.buffer, names)))
+
+    def view(self, view: View) -> View:
+        """Return a view of what its base lies in."""
+        base = self.value(view.base)
+        outer = self._views.get(base)
+        if outer is None:
+            return replace(view, base=base)
+        return replace(view, base=outer.base, offset=outer.offset + view.offset)
+
+    def arguments(self, call: KernelCall) -> KernelCall:
+        """Return a call with other names for what it takes."""
+        args, kwargs = tree_map(
+            lambda item: Value(self.value(item.name)) if isinstance(item, Value) else item, (call.args, call.kwargs)
+        )
+        return replace(call, args=args, kwargs=kwargs)

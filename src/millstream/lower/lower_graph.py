@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -156,7 +156,8 @@ def lower_graph(
                 rewrite_for(choice, graph)
                 settings = {**options, **others}
                 how = partial(_lower_body, bodies, kwargs=kwargs, name=name, options=settings)
-                program, wrapper, symbolic = _lower_anew(graph, inputs, kwargs, name, phase, static, settings, how)
+                with _told_of([] if is_symbolic(inputs) else roll_loops(graph)):
+                    program, wrapper, symbolic = _lower_anew(graph, inputs, kwargs, name, phase, static, settings, how)
             if record is not None:
                 record.save(program, wrapper, _told_strides(), bodies)
     lowered = _as_lowered(program, phase, visible, start, record, symbolic=symbolic)
@@ -185,6 +186,17 @@ def _find(record: ProgramFile | None, stack: contextlib.ExitStack, *, waits: boo
     return found
 
 
+@contextlib.contextmanager
+def _told_of(loops: Sequence[Any]) -> Iterator[None]:
+    """Let errors of lowering a graph say that it has these loops, without which it can be lowered again."""
+    try:
+        yield
+    except Exception as error:
+        if loops:
+            raise LoweringError(f"It cannot be lowered with {loops[0]} as one.", construct=LOOP) from error
+        raise
+
+
 def _lower_anew(
     graph: torch.fx.GraphModule,
     inputs: Sequence[Any],
@@ -198,7 +210,7 @@ def _lower_anew(
     """The program of a graph, the wrapper that it was translated from, and whether it is for many sizes.
 
     Args:
-        graph: As of ``lower_graph``, like the others.
+        graph: As of ``lower_graph``, like the others; its loops are nodes.
         inputs: Likewise.
         kwargs: Likewise.
         name: Likewise.
@@ -207,25 +219,6 @@ def _lower_anew(
         options: Likewise.
         lower_body: Lowers what is lowered apart: a turn of a loop, or a function of control flow.
     """
-    loops = [] if is_symbolic(inputs) else roll_loops(graph)
-    try:
-        return _lower_rolled(graph, inputs, kwargs, name, phase, static, options, lower_body)
-    except Exception as error:
-        if loops:
-            raise LoweringError(f"It cannot be lowered with {loops[0]} as one.", construct=LOOP) from error
-        raise
-
-
-def _lower_rolled(
-    graph: torch.fx.GraphModule,
-    inputs: Sequence[Any],
-    kwargs: dict[str, Any],
-    name: str,
-    phase: Phase,
-    static: frozenset[int],
-    options: dict[str, Any],
-    lower_body: Lower,
-) -> tuple[Program, torch.fx.GraphModule, bool]:
     symbolic = is_symbolic(inputs)
     num_outputs = len(_outputs(graph))
     launches: Iterable[TritonLaunch] = ()

@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.errors import InternalError, LoweringError
@@ -25,7 +24,7 @@ from millstream.lower.inductor.generated_kernels import NativeKernel
 from millstream.lower.operators import may_raise
 from millstream.passes.equal_turns import layout_of
 from millstream.passes.rolling import TURNS, TurnBody, Turns, begin_of, describe, turns_of
-from millstream.program import WHOLE, KernelCall, Program, Value, View
+from millstream.program import WHOLE, KernelCall, Program, Renaming, Value, View
 
 
 class BoundTurns:
@@ -239,56 +238,37 @@ class _Turn:
     """Copies the kernels of one turn."""
 
     def __init__(self, binder: _Binder, prefix: str, names: dict[str, str], whole: tuple[str, ...]) -> None:
-        self._binder, self._prefix, self._names, self._whole = binder, prefix, names, whole
+        self._binder, self._whole = binder, whole
+        self._renaming = Renaming(prefix, names, binder._views)
 
     def copy(self, body: Program) -> None:
         binder = self._binder
         for name, view in body.views.items():
-            binder._views[self._name(name)] = self._view(view)
+            binder._views[self._renaming.value(name)] = self._renaming.view(view)
         for buffer in body.graph.buffers:
             if buffer.id not in body.inputs:
-                name = self._buffer(buffer.id)
-                alias = None if buffer.alias_of is None else self._buffer(buffer.alias_of)
+                name = self._renaming.buffer(buffer.id)
+                alias = None if buffer.alias_of is None else self._renaming.buffer(buffer.alias_of)
                 role = Role.CONSTANT if buffer.role is Role.CONSTANT else Role.TEMPORARY
                 binder._buffers[name] = replace(buffer, id=name, alias_of=alias, role=role)
         for table, entries in ((binder._layouts, body.layouts), (binder._tensors, body.tensors)):
-            table.update({self._name(name): entry for name, entry in entries.items() if name not in body.inputs})
+            own = ((name, entry) for name, entry in entries.items() if name not in body.inputs)
+            table.update((self._renaming.value(name), entry) for name, entry in own)
         for kernel, call in zip(body.graph.kernels, body.calls, strict=True):
             binder._add(self._kernel(kernel), self._call(call))
-
-    def _name(self, name: str) -> str:
-        return self._names.get(name) or self._prefix + name
-
-    def _buffer(self, name: str) -> str:
-        if name.startswith("view:"):
-            return f"view:{self._prefix}{name.removeprefix('view:')}"
-        return self._binder._base(self._name(name))
-
-    def _view(self, view: View) -> View:
-        base = self._name(view.base)
-        outer = self._binder._views.get(base)
-        if outer is None:
-            return replace(view, base=base)
-        return replace(view, base=outer.base, offset=outer.offset + view.offset)
-
-    def _buffers(self, names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(map(self._buffer, names)))
 
     def _kernel(self, kernel: Kernel) -> Kernel:
         return replace(
             kernel,
-            reads=(*self._buffers(kernel.reads), *self._whole),
-            writes=self._buffers(kernel.writes),
-            allocates=self._buffers(kernel.allocates),
-            parts=self._buffers(kernel.parts),
+            reads=(*self._renaming.buffers(kernel.reads), *self._whole),
+            writes=self._renaming.buffers(kernel.writes),
+            allocates=self._renaming.buffers(kernel.allocates),
+            parts=self._renaming.buffers(kernel.parts),
         )
 
     def _call(self, call: KernelCall) -> KernelCall:
-        args, kwargs = tree_map(
-            lambda item: Value(self._name(item.name)) if isinstance(item, Value) else item, (call.args, call.kwargs)
-        )
-        results = tuple((index, self._name(name)) for index, name in call.results)
-        return replace(call, args=args, kwargs=kwargs, results=results)
+        results = tuple((index, self._renaming.value(name)) for index, name in call.results)
+        return replace(self._renaming.arguments(call), results=results)
 
 
 def _with_role(buffer: Buffer, returned: set[str]) -> Buffer:

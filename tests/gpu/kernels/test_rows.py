@@ -130,7 +130,6 @@ def test_attention(batch, heads, of_keys, queries, keys, size, masked, dtype):
     close = {"rtol": 0, "atol": 8e-3 if dtype is torch.bfloat16 else 1e-3}
     torch.testing.assert_close(JOIN(parts, of_keys, *layout, torch.double), wanted, rtol=0, atol=1e-4)
     torch.testing.assert_close(out.double(), wanted, **close)
-    assert torch.equal(out, torch.zeros_like(out).copy_(out))
 
 
 @torch.no_grad()
@@ -146,12 +145,12 @@ def test_tokens_have_the_same_bits_without_early_loads(monkeypatch):
             compiled = ms.compile(model, engine="graph", strict=True)
             token, found = torch.zeros(1, 1, dtype=torch.long, device="cuda"), []
             for position in range(500):
+                token = found[-1].argmax(-1) if found else token
                 found.append(compiled(token, torch.tensor([position], device="cuda")).clone())
-                token = found[-1].argmax(-1)
         text = ms.explain(compiled).text(limit=None)
         assert "rms_norm, linear, silu" in text
         assert "attention" in text
         results.append(torch.cat(found))
     assert torch.equal(*results)
-    eager = model.float()(token, torch.tensor([499], device="cuda"))
-    assert eager.isfinite().all()
+    exact = model.float()(token, torch.tensor([499], device="cuda"))  # with the keys and values that are there
+    assert (results[-1][-1] - exact).norm() <= 0.03 * exact.norm()

@@ -99,17 +99,8 @@ def checkpoints_reuse_randoms(records: RandomRecords) -> Iterator[None]:
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
-    # The reentrant kind reaches its function through its autograd class, which is looked up by name.
-    reentrant = types.SimpleNamespace(apply=checkpoint.CheckpointFunction.apply)
-    original, checkpoint.CheckpointFunction = checkpoint.CheckpointFunction, reentrant  # type: ignore[misc, assignment]
-    try:
-        with (
-            patched(reentrant, "apply", apply),
-            patched(checkpoint, "_checkpoint_without_reentrant_generator", generate_recorded),
-        ):
-            yield
-    finally:
-        checkpoint.CheckpointFunction = original  # type: ignore[misc]
+    with _going_through(apply, generate_recorded):
+        yield
 
 
 @contextlib.contextmanager
@@ -120,8 +111,7 @@ def regions_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
         wrap: Given a region's function when it is entered; what it returns is called then, and to compute it again.
     """
     generate = checkpoint._checkpoint_without_reentrant_generator
-    original: Any = checkpoint.CheckpointFunction  # of the reentrant kind, looked up by name
-    reentrant = types.SimpleNamespace(apply=original.apply)
+    original: Any = checkpoint.CheckpointFunction
 
     def generate_wrapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Generator[None, None, None]:
         return generate(wrap(function), *args, **kwargs)
@@ -129,11 +119,22 @@ def regions_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
     def apply(function: Callable[..., Any], *args: Any) -> Any:
         return original.apply(wrap(function), *args)
 
-    checkpoint.CheckpointFunction = reentrant  # type: ignore[misc, assignment]
+    with _going_through(apply, generate_wrapped):
+        yield
+
+
+@contextlib.contextmanager
+def _going_through(apply: Callable[..., Any], generate: Callable[..., Generator[None, None, None]]) -> Iterator[None]:
+    """For the length of the context, both kinds of checkpoint of this thread go through these.
+
+    The reentrant kind reaches its function through its autograd class, which is looked up by name.
+    """
+    reentrant = types.SimpleNamespace(apply=checkpoint.CheckpointFunction.apply)
+    original, checkpoint.CheckpointFunction = checkpoint.CheckpointFunction, reentrant  # type: ignore[misc, assignment]
     try:
         with (
             patched(reentrant, "apply", apply),
-            patched(checkpoint, "_checkpoint_without_reentrant_generator", generate_wrapped),
+            patched(checkpoint, "_checkpoint_without_reentrant_generator", generate),
         ):
             yield
     finally:

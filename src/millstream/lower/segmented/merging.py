@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.utils._pytree import tree_map
 
 from millstream._torch.distributed.collectives import BoundCollective
 from millstream._torch.tensors import ALIGNMENT_BYTES
@@ -31,7 +30,7 @@ from millstream.errors import LoweringError
 from millstream.graph import Buffer, Kernel, KernelGraph, KernelKind, Role
 from millstream.lower.segmented.pacing import Travel, pace
 from millstream.lower.segmented.segments import Segment, Segments
-from millstream.program import KernelCall, Program, TensorLayout, Value, View
+from millstream.program import KernelCall, Program, Renaming, TensorLayout, Value, View
 
 COMMUNICATOR = "communicator"
 """The buffer without bytes that keeps collectives in order."""
@@ -251,14 +250,15 @@ class _Copier:
 
     def __init__(self, whole: _Whole, prefix: str, bound: dict[str, str]) -> None:
         self._whole, self._prefix, self._bound = whole, prefix, bound
+        self._renaming = Renaming(prefix, bound, whole.views)
 
     def copy(self, program: Program) -> None:
         whole = self._whole
         for name, view in program.views.items():
-            whole.views[self._prefix + name] = self._view(view)
+            whole.views[self._prefix + name] = self._renaming.view(view)
         for buffer in program.graph.buffers:
-            name = self._buffer(buffer.id)
-            alias = None if buffer.alias_of is None else self._buffer(buffer.alias_of)
+            name = self._renaming.buffer(buffer.id)
+            alias = None if buffer.alias_of is None else self._renaming.buffer(buffer.alias_of)
             whole.buffers.setdefault(name, replace(buffer, id=name, alias_of=alias))
         for table, entries in (
             (whole.layouts, program.layouts),
@@ -269,46 +269,21 @@ class _Copier:
         for kernel, call in zip(program.graph.kernels, program.calls, strict=True):
             whole.add(self._kernel(kernel), self._call(call))
 
-    def _value(self, name: str) -> str:
-        """The name in the whole of a value of the segment."""
-        return self._bound.get(name) or self._prefix + name
-
-    def _buffer(self, name: str) -> str:
-        """Likewise of a buffer: that in which the value lies."""
-        if name.startswith("rng:"):
-            return name
-        if name.startswith("view:"):
-            return f"view:{self._prefix}{name.removeprefix('view:')}"
-        return self._whole.base(self._value(name))
-
-    def _view(self, view: View) -> View:
-        base = self._value(view.base)
-        outer = self._whole.views.get(base)
-        if outer is None:
-            return replace(view, base=base)
-        return replace(view, base=outer.base, offset=outer.offset + view.offset)
-
-    def _buffers(self, names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(map(self._buffer, names)))
-
     def _kernel(self, kernel: Kernel) -> Kernel:
-        reads, writes = self._buffers(kernel.reads), self._buffers(kernel.writes)
+        reads, writes = self._renaming.buffers(kernel.reads), self._renaming.buffers(kernel.writes)
         exchanged = {self._whole.base(name) for name in self._bound.values() if name in self._whole.views}
         parts = [name for name in writes if name in exchanged & self._whole.written and name not in reads]
         return replace(
             kernel,
             reads=reads,
             writes=writes,
-            allocates=self._buffers(kernel.allocates),
-            parts=(*self._buffers(kernel.parts), *parts),
+            allocates=self._renaming.buffers(kernel.allocates),
+            parts=(*self._renaming.buffers(kernel.parts), *parts),
         )
 
     def _call(self, call: KernelCall) -> KernelCall:
-        args, kwargs = tree_map(
-            lambda item: Value(self._value(item.name)) if isinstance(item, Value) else item, (call.args, call.kwargs)
-        )
         results = tuple((index, self._prefix + name) for index, name in call.results)
-        return replace(call, args=args, kwargs=kwargs, results=results)
+        return replace(self._renaming.arguments(call), results=results)
 
 
 def _with_role(buffer: Buffer, returned: set[str]) -> Buffer:
