@@ -73,7 +73,7 @@ def test_the_next_process_finds_the_program(monkeypatch, tmp_path):
     assert all(map(torch.equal, found, first))
     sources = {kernel.source.partition(" in ")[2] for kernel in ms.explain(step).programs[0].plan.graph.kernels}
     assert "forward" in sources
-    assert str(ms.explain(step)).count("equal turns of a loop") == 2
+    assert str(ms.explain(step)).count("equal iterations of a loop") == 2
 
 
 def test_a_step_lowers_one_turn_of_each_pass():
@@ -81,7 +81,7 @@ def test_a_step_lowers_one_turn_of_each_pass():
     found, step = trained(ms.step(engine="serial", strict=True))
     torch.testing.assert_close(found, plain)
     told = str(ms.explain(step))
-    assert told.count("equal turns of a loop") == 2
+    assert told.count("equal iterations of a loop") == 2
     assert "test_loops.py" in told
     (executable,) = executables(step)
     assert not find_races(spread_plan(executable.lowered.program.graph, 3, random.Random(0)))
@@ -103,7 +103,7 @@ def test_a_model_is_trained_as_in_eager():
         value.sin().sum().backward()
         results.append([value.detach(), *(each.grad for each in model.parameters())])
     torch.testing.assert_close(*results)
-    assert str(ms.explain(run)).count("equal turns of a loop") == 2
+    assert str(ms.explain(run)).count("equal iterations of a loop") == 2
 
 
 def test_state_changed_in_place_in_each_turn():
@@ -117,7 +117,7 @@ def test_state_changed_in_place_in_each_turn():
     step = ms.step(integrate, engine="serial", strict=True)
     for _ in range(3):
         torch.testing.assert_close(step(*given), integrate(*given))
-    assert "equal turns of a loop" in str(ms.explain(step))
+    assert "equal iterations of a loop" in str(ms.explain(step))
 
 
 @pytest.mark.parametrize("is_off", [True, False], ids=["switched-off", "failing"])
@@ -137,4 +137,4 @@ def test_without_it_the_loop_is_unrolled(monkeypatch, is_off):
         step = ms.step(wave, engine="serial", strict=True)
         for _ in range(3):
             torch.testing.assert_close(step(given), wave(given))
-    assert "equal turns" not in str(ms.explain(step))
+    assert "equal iterations" not in str(ms.explain(step))

@@ -42,7 +42,7 @@ def test_a_long_sequence_has_one_turn_lowered(monkeypatch):
     with torch.no_grad():
         x = torch.randn(40, 1, 3)
         torch.testing.assert_close(compiled(x), network(x))
-    assert "equal turns of a loop" in str(ms.explain(compiled))
+    assert "equal iterations of a loop" in str(ms.explain(compiled))
 
 
 def test_sequences_of_hundreds_stay_with_python(monkeypatch):

@@ -231,7 +231,8 @@ class _Binder:
 def _told(bound: BoundTurns, count: int) -> str:
     source = next((kernel.source for kernel in bound.body.graph.kernels if kernel.source), "")
     where = f" ({source})" if source else ""
-    return f"{count} equal turns of a loop{where} are lowered as one, of {bound.turns.body.num_operators} operators"
+    number = bound.turns.body.num_operators
+    return f"{count} equal iterations of a loop{where} are lowered as one, of {number} operators"
 
 
 class _Turn:

@@ -115,7 +115,7 @@ def _describe(tensors: Sequence[Tensor], name: str) -> list[Tensor]:  # noqa: AR
     return [_empty(turns.body.made[position % len(turns.body.made)]) for position in turns.results]
 
 
-@graph_pass("loops", "lowers one turn of a loop that tracing has unrolled", otherwise=lambda *_: [])
+@graph_pass("loops", "lowers one iteration of a loop that tracing has unrolled", otherwise=lambda *_: [])
 def roll_loops(gm: fx.GraphModule) -> list[Turns]:
     """Find loops in a graph of aten operators, and put nodes in their places.
 
