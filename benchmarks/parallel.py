@@ -9,6 +9,8 @@ others, whose kernels it would slow, and alone.
 - ``hand graph``: the whole step in one CUDA graph captured by hand around torch.compile, with one all-reduce of all
   gradients after the backward pass and the fused optimizer
 - ``whole state``: of a case that is *sharded* (``shard_optimizer=True``), our step without that, and nothing else
+- ``fsdp compile``: of a case that is *fully sharded* (``fully_shard`` around each block, bfloat16), PyTorch's own step
+  with each block and the loss under torch.compile and the fused optimizer, and nothing else
 
 Beside times, a row has the memory that a side takes on the device of the fullest process, where the workspaces for
 libraries that our sides share count with each of them, and how long each collective of ours was *exposed*: it ran, and
@@ -45,8 +47,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.cases import fully_sharded
+from benchmarks.cases.fully_sharded import FSDP_COMPILE, FULLY_SHARDED, build_fully_sharded, vit_small
 from benchmarks.cases.models import ADAMW, LARGE, SGD, TRAINING, Training, TrainingCase, labelled, shape
-from benchmarks.cases.networks import VisionTransformer, resnet
+from benchmarks.cases.networks import resnet
 from benchmarks.measuring.baselines import Call, Trainee, trainee
 from benchmarks.measuring.harness import Sample, prepare_torch, synchronize, take_workspaces
 from benchmarks.measuring.results import Row, ratio
@@ -58,8 +62,9 @@ from millstream.insight.profiler.kineto import read_trace
 from millstream.insight.records import Activity, ActivityKind
 
 WHOLE_STATE = "whole state"
-BASELINES = ("one gpu", "ddp compile", "hand graph", WHOLE_STATE)
-LAST = ("ddp compile",)  # its own stream slows all kernels of a process from then on (docs/decisions/side-by-side.md)
+BASELINES = ("one gpu", "ddp compile", "hand graph", WHOLE_STATE, FSDP_COMPILE)
+# Their own streams slow all kernels of a process from then on (docs/decisions/side-by-side.md).
+LAST = ("ddp compile", FSDP_COMPILE)
 SHARDED = "sharded"  # the last word of such a case's name
 WARM_STEPS = 12  # ours has settled by then
 SAMPLE_MS = 60.0  # a sample begins with a barrier, which processes do not leave at the same time
@@ -71,10 +76,6 @@ JUDGED, TOLERANCE = 4, 0.02  # so many losses, to such a part, in bf16
 
 def resnet50(small: bool) -> nn.Module:
     return resnet((1, 1, 1, 1), 8) if small else resnet()
-
-
-def vit_small(small: bool) -> nn.Module:
-    return VisionTransformer(2, 32, 2, image=32) if small else VisionTransformer()
 
 
 def images(batch: int) -> Any:
@@ -90,7 +91,17 @@ UNSHARDED = (
 CASES = (
     *UNSHARDED,
     *(replace(case, name=f"{case.name} {SHARDED}") for case in UNSHARDED if case.name.startswith("gpt2")),
+    *fully_sharded.CASES,
 )
+
+
+def peers_of(case: str) -> list[str]:
+    """The baselines that a case has."""
+    if case.endswith(FULLY_SHARDED):
+        return [FSDP_COMPILE]
+    if case.endswith(SHARDED):
+        return [WHOLE_STATE]
+    return [each for each in BASELINES if each not in (WHOLE_STATE, FSDP_COMPILE)]
 
 
 def run_case(case: TrainingCase, settings: Settings) -> list[Row]:
@@ -98,8 +109,7 @@ def run_case(case: TrainingCase, settings: Settings) -> list[Row]:
     size = torch.cuda.device_count() if settings.device.type == "cuda" else 2
     if size < 2:
         return [Row(case.name, note="not run: it needs two GPUs")]
-    fitting = [each for each in BASELINES if (each == WHOLE_STATE) == case.name.endswith(SHARDED)]
-    sides = ["ours", *filter(settings.wants, fitting)]
+    sides = ["ours", *filter(settings.wants, peers_of(case.name))]
     return compare(case.name, size, ask(case.name, size, sides, settings))
 
 
@@ -384,15 +394,21 @@ def sample_ms(call: Callable[[], Any], device: torch.device, calls: int) -> floa
 def fault(problem: Training, losses: list[float], model: nn.Module, batches: list[Any]) -> str:
     """What is wrong with ours; empty where it is right.
 
-    Its first losses are to be those of DDP without any compiler, and the parameters to have the same bits in all
-    processes.
+    Its first losses are to be those of DDP, or of FSDP, without any compiler, and the parameters to have the same bits
+    in all processes, unless each has a shard.
     """
-    twin = trainee(problem)
-    step = problem.make_step(DistributedDataParallel(twin.model), twin.optimizer)
+    shards = problem.case.name.endswith(FULLY_SHARDED)
+    if shards:
+        step, _ = build_fully_sharded(problem, "fsdp")
+    else:
+        twin = trainee(problem)
+        step = problem.make_step(DistributedDataParallel(twin.model), twin.optimizer)
     expected = [step(*batches[number % len(batches)]).item() for number in range(len(losses))]
     difference = max(abs(own - theirs) / max(abs(theirs), 1.0) for own, theirs in zip(losses, expected, strict=True))
     if max(told_by_all(difference)) > TOLERANCE:
         return f"losses differ by a part of {difference:.2g}"
+    if shards:
+        return ""
     content = b"".join(each.detach().float().cpu().numpy().tobytes() for each in model.parameters())
     digests = told_by_all(hashlib.sha256(content).hexdigest())
     return "" if len(set(digests)) == 1 else "processes have other parameters"
@@ -491,6 +507,8 @@ def build(problem: Training, side: str, batches: list[Any]) -> tuple[Call, Train
 
     if side == "hand graph":
         return build_hand_graph(problem, batches)
+    if problem.case.name.endswith(FULLY_SHARDED):
+        return build_fully_sharded(problem, side)
     own = trainee(problem)
     if problem.case.name.endswith(SHARDED):
         step = problem.make_step(own.model, own.optimizer)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.parallel import checks, sharded_checks
+from tests.parallel import checks, fsdp_checks, sharded_checks
 from tests.parallel.group import Group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -124,3 +124,29 @@ def test_rank_that_ends_in_a_replay_ends_the_others(pair):
     pair.start_check(checks.ends_before_a_replay)
     assert pair.wait_for_ends() == [1, 3]
     pair.kill()
+
+
+@pytest.mark.parametrize("kind", fsdp_checks.KINDS)
+def test_fully_sharded_training_is_as_eager(pair, kind):
+    first, second = pair.run(fsdp_checks.same_as_eager, kind, 12)
+    assert first == second
+
+
+def test_eager_calls_go_on_between_replays(pair):
+    assert pair.run(fsdp_checks.alternating, 9) == [[1, 5]] * 2
+
+
+def test_fully_sharded_step_becomes_one_graph(pair):
+    assert pair.run(fsdp_checks.one_program, 18) == [[True, True, True]] * 2
+
+
+def test_fully_sharded_checkpoints_are_those_of_eager_steps(pair, tmp_path):
+    assert pair.run(fsdp_checks.through_checkpoint, str(tmp_path)) == [1, 1]
+
+
+def test_one_of_two_sharded_ranks_is_apart(pair):
+    assert pair.run(fsdp_checks.one_rank_apart, 9) == [2, 2]
+
+
+def test_parameters_are_divided_without_a_wrapper(pair):
+    assert pair.run(fsdp_checks.without_wrapper, 6) == [["scale", "other"]] * 2
