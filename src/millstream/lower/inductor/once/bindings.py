@@ -145,8 +145,8 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 _INNER = re.compile(r"\b((?:in_out_ptr|in_ptr|out_ptr|seed)\d+)\b")
 """What kernels call buffers."""
 
-_OFFSET = re.compile(r"(\[static_cast<int64_t>\()(\d+)(?=L\)\])")
-"""What comes after the name of a buffer of which one element is read: its place."""
+_OFFSET = re.compile(r"(\[static_cast<int64_t>\()(\d+)(?=L\)\])|( \+ \()(\d+)(?=\))")
+"""What comes after the name of a buffer of which one element is read: its place, in C++ and in Triton."""
 
 
 def read_lines(
@@ -181,8 +181,9 @@ def read_lines(
                 match = _OFFSET.match(after)
                 if match is None:
                     raise KeyError(text)
-                parts += [match[1], ("element", names.offset[int(match[2])])]
-                after = after[match.end(2) :]
+                bracket, element = (each for each in match.groups() if each is not None)
+                parts += [bracket, ("element", names.offset[int(element)])]
+                after = after[match.end() :]
             parts += _read_variables(after, variables)
         yield tuple(parts), None if condition is None else number[condition]
 

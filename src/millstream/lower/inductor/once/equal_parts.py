@@ -78,8 +78,7 @@ class TritonParts:
         graph: Any = V.graph
         nodes, names = [*schedule], BufferNumbers()
         try:
-            form = form_of(nodes, names), tuple(names.offset)
-            key = form, arguments_form(kernel.args, names), state_of(kernel), _part_state(kernel)
+            key = form_of(nodes, names), arguments_form(kernel.args, names), state_of(kernel), _part_state(kernel)
         except Exception:  # noqa: BLE001  what private parts raise where a kernel is not of a known form: it has its own code
             write()
             return
@@ -130,8 +129,6 @@ def _note_part(
 ) -> _TritonPart | None:
     """Return what a part has become; ``None`` where another cannot be made of that."""
     number = names.number
-    buffers = BufferNumbers()  # without elements that are read alone: equal parts read the same ones
-    buffers.number = number
     with contextlib.suppress(Exception):  # likewise
         bound, after = arguments.end(names), _sizes(kernel)
         changed = {name for name in {*after, *before} if after.get(name) != before.get(name)}
@@ -140,7 +137,7 @@ def _note_part(
             return None
         with V.set_kernel_handler(kernel):  # which knows the buffers that it has removed
             lines = {
-                name: tuple(read_lines(getattr(kernel, name)._lines[before[name][0] :], kernel.args, buffers, first))
+                name: tuple(read_lines(getattr(kernel, name)._lines[before[name][0] :], kernel.args, names, first))
                 for name in _TEXTS
             }
         used = {name: after - first[name] for name, after in _next_variables(kernel).items()}
