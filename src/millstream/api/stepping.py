@@ -205,6 +205,7 @@ def _step(settings: Settings, how: dict[str, Any], fn: Callable[..., Any]) -> St
         strict=settings.strict,
         max_graphs=settings.max_graphs,
         dynamic=settings.dynamic,
+        options=settings.options,
         **how,
     )
 

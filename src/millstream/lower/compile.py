@@ -26,6 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 from millstream import progress
 from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.recurrence import plain_recurrence
+from millstream._torch.seeded_randoms import draws_by_generator
 from millstream._torch.tensors import without_autocast
 from millstream._torch.tracing import compiled_with_loops, traces_unnoticed
 from millstream._torch.workarounds import is_off, left_out
@@ -58,6 +59,7 @@ from millstream.lower.turns import LOOP
 from millstream.passes.micro_batches import split_batch
 from millstream.passes.pure_bodies import make_bodies_pure
 from millstream.passes.rolling import TurnBody, Turns, roll_loops
+from millstream.passes.seeded_bodies import seed_bodies
 from millstream.signals import signals_wait
 
 #: Turns a lowered program into what PyTorch calls with the list of inputs.
@@ -233,6 +235,8 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
         progress.phase("preparing the graph")
         workarounds.mend_captured(gm)
         make_bodies_pure(gm)
+        if step_state is None and not draws_by_generator(options):
+            seed_bodies(gm)
         table = workarounds.decompose({**select_decomp_table(), **random_decompositions()})
         original = copy.deepcopy(gm.graph)
 

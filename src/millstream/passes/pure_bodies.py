@@ -28,13 +28,14 @@ _CLONE, _COPY, _LIFT = (
     torch.ops.aten.copy_.default,
     torch.ops.aten.lift_fresh_copy.default,
 )
-_FLOWS = frozenset({"cond", "while_loop", "scan", "map_impl"})
+FLOWS = frozenset({"cond", "while_loop", "scan", "map_impl"})
+"""Names of the operators."""
 
 
 @graph_pass("pure-bodies", "hands what the functions of control flow use in, and what they write out")
 def make_bodies_pure(gm: fx.GraphModule) -> None:
     """Change the operators of control flow in a graph and their functions, in place."""
-    flows = [node for node in gm.graph.nodes if is_higher_order(node.target) and node.target.name() in _FLOWS]
+    flows = [node for node in gm.graph.nodes if is_higher_order(node.target) and node.target.name() in FLOWS]
     for node in flows:
         bodies = [
             getattr(gm, str(each.target)) for each in node.args if isinstance(each, fx.Node) and each.op == "get_attr"
@@ -153,10 +154,16 @@ def _results(graph: fx.Graph) -> list[Any]:
 
 def _written(body: fx.GraphModule) -> set[int]:
     """Positions of the inputs that a function writes."""
+    given = run_on_fakes(body)
+    return {place for place, each in enumerate(given) if isinstance(each, Tensor) and each._version}
+
+
+def run_on_fakes(body: fx.GraphModule) -> list[Any]:
+    """Run a function on fake tensors like those that it is given, and return these; none if it is given none."""
     inputs = [_value(node) for node in body.graph.find_nodes(op="placeholder")]
     fakes = [each for each in inputs if isinstance(each, FakeTensor)]
     if not fakes:
-        return set()
+        return []
     with torch.inference_mode(False), torch.no_grad(), known_shapes(fakes), fakes[0].fake_mode:
         given = [
             torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
@@ -165,7 +172,7 @@ def _written(body: fx.GraphModule) -> set[int]:
             for each in inputs
         ]
         fx.Interpreter(body).run(*given)
-    return {place for place, each in enumerate(given) if isinstance(each, Tensor) and each._version}
+    return given
 
 
 def _value(node: fx.Node) -> Any:

@@ -126,12 +126,14 @@ _PLAIN_PARTS += ("writes_arguments", "num_converted")
 """Of a trace, what has no objects in it."""
 
 
-def open_shelf(function: Any, key: Any, structure: Structure, arguments: Sequence[Tensor]) -> Shelf | None:
+def open_shelf(
+    function: Any, key: Any, structure: Structure, arguments: Sequence[Tensor], *, draws_by_generator: bool
+) -> Shelf | None:
     """The shelf for a call; ``None`` where traces are not kept, or cannot be."""
     if not is_on() or os.environ.get("MILLSTREAM_TRACES") == "0":
         return None
     try:
-        return Shelf(function, key, structure, arguments)
+        return Shelf(function, key, structure, arguments, draws_by_generator=draws_by_generator)
     except TraceNotKept as reason:
         LOGGER.debug("the trace is not kept on disk: %s", reason)
         return None
@@ -145,6 +147,7 @@ class Shelf:
         key: Of the call, as ``key_of`` gives it.
         structure: Of the call's arguments.
         arguments: Its tensors.
+        draws_by_generator: Whether PyTorch's generators give all random numbers.
 
     Attributes:
         outcome: What has come of looking there or of keeping one, for people; empty where there is nothing to say.
@@ -153,7 +156,9 @@ class Shelf:
         NotKept: Something has no text that says all about it.
     """
 
-    def __init__(self, function: Any, key: Any, structure: Structure, arguments: Sequence[Tensor]) -> None:
+    def __init__(
+        self, function: Any, key: Any, structure: Structure, arguments: Sequence[Tensor], *, draws_by_generator: bool
+    ) -> None:
         _, (_, *modes), *specs = key
         plain = getattr(function, "__func__", function)
         if not is_a(plain, FunctionType):
@@ -163,6 +168,7 @@ class Shelf:
         except NotDescribed as reason:
             raise TraceNotKept(str(reason)) from None
         parts = [*settings, plain.__module__, plain.__qualname__, digest_of(plain.__code__), repr(modes), repr(specs)]
+        parts.append(repr(draws_by_generator))
         if others := replaced_by_others():
             raise TraceNotKept(f"others have put code in the place of {', '.join(others[:3])}")
         self._digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]

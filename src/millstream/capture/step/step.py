@@ -12,7 +12,7 @@ import copy
 import functools
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -71,6 +71,7 @@ class Step(Generic[P, R]):
         shard_optimizer: Whether those divide the work and the state of its optimizers.
         shard_parameters: Whether those divide its models, and its optimizers with them.
         dynamic: Whether sizes of arguments are symbols of a graph: those that were seen to change, all, or none.
+        options: Of TorchInductor, with which graphs are lowered; some decide what is traced.
 
     Attributes:
         function: The user's function.
@@ -90,6 +91,7 @@ class Step(Generic[P, R]):
         shard_optimizer: bool = False,
         shard_parameters: bool = False,
         dynamic: bool | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         claim(function)
@@ -101,7 +103,7 @@ class Step(Generic[P, R]):
         self.shard_optimizer = shard_optimizer
         self.shard_parameters = shard_parameters
         self._build = build
-        self._dynamic = dynamic
+        self._dynamic, self._options = dynamic, options or {}
         self._lock = ForkSafeLock()
         self._name = self._find_name()
         self._refusals = Refusals(self._name, function, 2 * max_graphs)
@@ -123,6 +125,7 @@ class Step(Generic[P, R]):
             max_graphs=self.max_graphs,
             is_checked=self.check > 0,
             dynamic=self._dynamic,
+            options=self._options,
         )
         self._cache = self._captures.cache
         self._patience = Patience()
@@ -185,6 +188,7 @@ class Step(Generic[P, R]):
             shard_optimizer=self.shard_optimizer,
             shard_parameters=self.shard_parameters,
             dynamic=self._dynamic,
+            options=self._options,
         )
 
     @overload

@@ -281,8 +281,9 @@ class OneWay:
             structure = replace_numbers(self.request.structure, places)
             given = tree_unflatten(structure, self.request.arguments)
             args, kwargs = given
-            self.recorder.given = frozenset(containers_in(given, self.request.opened)) - self._held().keys()
-            self.record.given = self.recorder.given
+            self.recorder.given = self.record.given = frozenset(containers_in(given, self.request.opened)).difference(
+                self._held()
+            )
             self.record.again.update(without_cache(cache).__code__ for cache in self.request.found.cached)
             self.events.begin()
             converting = self.conversions.seen(self.kind) if self.request.converts else contextlib.nullcontext()
@@ -311,6 +312,7 @@ class OneWay:
                 self._on_unlifted,
             )
             functions.asked_values.branches = self.ways.lines
+            functions.flows.draws_by_generator = self.request.draws_by_generator
             with (
                 OperatorWatch(
                     self.failures.note,

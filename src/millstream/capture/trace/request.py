@@ -84,6 +84,7 @@ class Request:
     # whether ``float(number)`` and its like are numbers of the graph; ``None`` as long as nobody knows if it takes that
     converts: bool | None = None
     drawn: Sequence[Any] = ()  # random numbers that the step is to get, the first ones that it draws
+    draws_by_generator: bool = False  # whether PyTorch's generators give all random numbers
     is_plain: bool = False  # whether the user's numbers stay what they are, and the graph is for those alone
     unsteady: set[int] = field(default_factory=set)  # memory of flags that the step writes; see ``StateFlags``
     waits_for_flags: bool = False  # whether the host may wait for a device to know one

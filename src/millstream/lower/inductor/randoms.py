@@ -1,7 +1,10 @@
-"""Random numbers that fill memory in place: ``torch.empty(...).normal_()``, as distributions and drop-path do.
+"""Random numbers that Inductor does not generate by itself.
 
-Inductor calls PyTorch for these. But that reads what nobody has written before, and for ``bernoulli_`` on the CPU comes
-as a line of text that cannot be taken for a kernel. So they are written in terms of those that Inductor generates.
+What fills memory in place, ``torch.empty(...).normal_()``, as distributions and drop-path do: Inductor calls PyTorch
+for these. But that reads what nobody has written before, and for ``bernoulli_`` on the CPU comes as a line of text that
+cannot be taken for a kernel. So they are written in terms of those that Inductor generates.
+
+What functions of control flow draw by a seed (``_torch/seeded_randoms.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import config
+from torch._inductor import config, inductor_prims
+from torch._inductor.lowering import lowerings, register_lowering
+
+from millstream._torch.seeded_randoms import DRAW
 
 aten = torch.ops.aten
 
@@ -35,3 +41,12 @@ def _bernoulli(self: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
     if generator is not None:
         return NotImplemented
     return (torch.rand_like(self, dtype=torch.float32) < p).to(self.dtype)
+
+
+@register_lowering(DRAW, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+def _draw(seed: Any, number: int, size: Any, kind: str, low: int = 0, high: int = 0) -> Any:
+    """Draw as for operators outside of control flow, whose seeds Inductor makes itself."""
+    own = lowerings[aten.add.Tensor](seed, number) if number else seed
+    if kind == "randint":
+        return lowerings[inductor_prims.randint](low, high, size, own)
+    return lowerings[inductor_prims.random](size, own, kind)

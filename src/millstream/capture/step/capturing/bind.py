@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from millstream._torch.distributed.fully_sharded import local_of
+from millstream._torch.seeded_randoms import draws_by_generator
 from millstream._torch.tensors import storage_id
 from millstream.capture.effects.expressions import text_of
 from millstream.capture.guards import native
@@ -47,6 +48,7 @@ class StepState:
     """What the graphs of one step share."""
 
     is_checked: bool = False  # whether they are compared with what would be captured later
+    options: Mapping[str, Any] = field(default_factory=dict)  # of TorchInductor, the user's
     cycled: set[Location] = field(default_factory=set)  # hyperparameters that were seen to change: graphs read them
     # keys under which optimizers were seen to count their steps, in their state or as attributes
     counted: set[tuple[Optimizer, str]] = field(default_factory=set)
@@ -65,6 +67,11 @@ class StepState:
     settled: set[Any] = field(default_factory=set)  # changes of other plain values that were seen
     unsteady: set[int] = field(default_factory=set)  # memory of flags that the step writes
     waits_for_flags: bool = False  # whether the host may wait for a device to know others
+
+    @property
+    def draws_by_generator(self) -> bool:
+        """Whether PyTorch's generators are to give all random numbers."""
+        return draws_by_generator(self.options)
 
     def make_request(
         self, call: StepCall, roots: list[tuple[str, Any]], found: Found, like: StepGraph | None = None
@@ -135,6 +142,7 @@ class StepState:
             unsteady={*self.unsteady} if like is None else like.unsteady,
             waits_for_flags=self.waits_for_flags if like is None else like.waits_for_flags,
             converts=self.converts,
+            draws_by_generator=self.draws_by_generator,
         )
 
     def note_reads(self, found: Found, changed: Sequence[Location], beside: Iterable[Location] = ()) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +45,7 @@ class Captures:
         max_graphs: So many are kept; the one unused for longest goes first.
         is_checked: Whether they are compared with what would be captured later.
         dynamic: As for ``ChangingSizes``.
+        options: Of TorchInductor, the user's.
 
     Attributes:
         cache: The graphs there are.
@@ -58,6 +61,7 @@ class Captures:
         max_graphs: int,
         is_checked: bool,
         dynamic: bool | None,
+        options: Mapping[str, Any],
     ) -> None:
         self.cache = GraphCache()
         self.history = History(calls.name)
@@ -65,7 +69,7 @@ class Captures:
         self._plain = plain
         self._build = build
         self._max_graphs = max_graphs
-        self._state = StepState(is_checked=is_checked)
+        self._state = StepState(is_checked=is_checked, options=options)
         self._sizes = ChangingSizes(dynamic)
         self._num_fruitless = 0
         self._why = "Its arguments have another structure, shape or dtype every time."

@@ -65,7 +65,8 @@ class Retracing:
         plain: set[Location] = set()
         disturbed: set[Location] = set()
         is_usual = like is None and not self.dimensions and self.replica is None and not any_sharded()
-        shelf = open_shelf(call.function, call.key, call.structure, call.arguments) if is_usual else None
+        form = call.function, call.key, call.structure, call.arguments
+        shelf = open_shelf(*form, draws_by_generator=self.state.draws_by_generator) if is_usual else None
         if shelf is not None and (taken := self._take(shelf, roots, found)) is not None:
             return taken
         num_roots = len(roots)

@@ -2,7 +2,7 @@
 
 Outside of a trace Dynamo does that: ``torch.cond(p, lambda a: a @ weight, ...)`` gets ``weight`` as one more operand,
 for autograd and compilers see operands alone. Here each function is run once to see what it uses; afterwards another
-tensor takes the place of each of these while it runs.
+tensor takes the place of each of these while it runs. What draws random numbers is handed a seed, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._C import DisableTorchFunction
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from millstream._torch.seeded_randoms import DrawnFrom, new_seed
 from millstream._torch.tensors import FakeTensor, storage_id
 from millstream._torch.tracing import is_recorded, known_shapes, run_apart
 from millstream.capture.trace.twins import Twins
@@ -31,7 +32,12 @@ class Flows:
         twins: Of the user's tensors.
         on: What such a function runs in.
         fail: Refuses the step, with a reason and a remedy.
+
+    Attributes:
+        draws_by_generator: Whether PyTorch's generators give the random numbers within functions.
     """
+
+    draws_by_generator = False
 
     def __init__(
         self, twins: Twins, on: Callable[[], AbstractContextManager[Any]], fail: Callable[[str, str], object]
@@ -69,8 +75,10 @@ class Flows:
         parts = [self._function(each, spec) for each in functions]
         with known_shapes([*first, *sliced, *others]):
             given = (*first, *(each[0] for each in sliced), *others)
-            used, written = self._used(parts, given)
-            closed = [self._closed(part, given, used) for part in parts]
+            used, written, draws = self._used(parts, given)
+            seeds = _seeds(sum(draws), [*given, *used, pred], sliced[0].shape[0] if sliced else None)
+            at = len(first) + len(sliced) if seeds else None
+            closed = [self._closed(part, given, used, at, sum(draws[:place])) for place, part in enumerate(parts)]
             if _share_memory([*first, *sliced, *others, *used], written):
                 self._fail(
                     "A function that control flow is given writes memory that it is given twice.",
@@ -79,47 +87,65 @@ class Flows:
             first, sliced, others, used = _apart(first, sliced, others, used)
             if name == "while_loop":
                 closed[0] = _only_result(closed[0])
+                closed[1] = _with_next_seed(closed[1], at, sum(draws))
             more = (*others, *used)
             match name:
                 case "cond":
-                    result = run(pred, *closed, (*first, *more))
+                    result = run(pred, *closed, (*first, *seeds, *more))
                 case "while_loop":
-                    result = run(*closed, tuple(first), more)
+                    result = run(*closed, (*first, *seeds), more)[: len(first)]
                 case "scan":
-                    result = run(*closed, first, sliced, more)
+                    result = run(*closed, first, [*sliced, *seeds], more)
                 case _:
-                    result = run(*closed, sliced, more)
+                    result = run(*closed, [*sliced, *seeds], more)
         assert parts[-1].made is not None, "the operator has run it"
         return tree_unflatten(list(result), parts[-1].made)
 
-    def _used(self, parts: Sequence[_Function], given: Sequence[Any]) -> tuple[list[Tensor], set[int]]:
-        """Return what these functions use beside what they are given; which memory they write."""
+    def _used(self, parts: Sequence[_Function], given: Sequence[Any]) -> tuple[list[Tensor], set[int], list[int]]:
+        """Return what these functions use beside what they are given; which memory they write; what each draws."""
         used = _Used([each for each in self._replaced if isinstance(each, _Used)])
         written: set[int] = set()
+        draws: list[int] = []
         self._replaced.append(used)
         try:
             for part in parts:
                 used.others.clear()
-                run_apart(part, given)
+                drawn = DrawnFrom()
+                run_apart(part if self.draws_by_generator else _drawing(part, drawn), given)
+                draws.append(drawn.number)
                 changed = [given[place] for place in part.written]
                 changed += [used.tensors[key] for key, each in used.others.items() if each._version]
                 written.update(map(storage_id, changed))
         finally:
             self._replaced.pop()
         own = {*map(id, given)}
-        return [each for key, each in used.tensors.items() if key not in own], written
+        return [each for key, each in used.tensors.items() if key not in own], written, draws
 
     def _function(self, function: Callable[..., Any], spec: TreeSpec | None) -> _Function:
         return _Function(function, spec, self)
 
-    def _closed(self, part: _Function, own: Sequence[Any], used: list[Tensor]) -> Callable[..., Any]:
-        """A function that is given what it uses after its own arguments."""
+    def _closed(
+        self, part: _Function, own: Sequence[Any], used: list[Tensor], at: int | None, first: int
+    ) -> Callable[..., Any]:
+        """A function that is given what it uses after its own arguments.
+
+        Args:
+            part: It.
+            own: Its arguments.
+            used: What it uses.
+            at: Where it is given a seed, if it is.
+            first: The number of what it draws first.
+        """
         known = [*own, *used]
 
         def call(*given: Any) -> Any:
+            run: Callable[..., Any] = part
+            if at is not None:
+                run = _drawing(part, DrawnFrom(given[at], first))
+                given = (*given[:at], *given[at + 1 :])
             self._replaced.append({id(each): new for each, new in zip(known, given, strict=True)})
             try:
-                return part(*given[: len(own)])
+                return run(*given[: len(own)])
             finally:
                 self._replaced.pop()
 
@@ -219,6 +245,27 @@ def _apart(*groups: Sequence[Any]) -> list[list[Any]]:
             if isinstance(each, Tensor):
                 seen.add(storage_id(each))
     return found
+
+
+def _seeds(num_draws: int, tensors: Sequence[Any], turns: int | None) -> list[Tensor]:
+    """A seed for functions that draw so many numbers; one for each turn where their number is known."""
+    if not num_draws:
+        return []
+    device = next(each.device for each in tensors if isinstance(each, Tensor))
+    return [new_seed(device, num_draws, turns)]
+
+
+def _drawing(function: Callable[..., Any], drawn: DrawnFrom) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        with drawn:
+            return function(*given)
+
+    return call
+
+
+def _with_next_seed(function: Callable[..., Any], at: int | None, num_draws: int) -> Callable[..., Any]:
+    """A turn of a loop, which also returns the seed for the next one."""
+    return function if at is None else lambda *given: (*function(*given), given[at] + num_draws)
 
 
 def _only_result(function: Callable[..., Any]) -> Callable[..., Any]:

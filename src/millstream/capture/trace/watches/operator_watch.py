@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from millstream._torch.autograd.checkpointing import RandomRecords
 from millstream._torch.compiler.node_notes import current_stream_hint, note_stream_hint
 from millstream._torch.dispatcher import is_expanded_later
+from millstream._torch.seeded_randoms import DRAW
 from millstream._torch.tensors import FakeTensor, asks_device, device_of_fake, is_real, is_unknown
 from millstream._torch.tracing import (
     VALUE_NEEDED,
@@ -117,7 +118,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             replacement = REPLACEMENTS.get(func)
             if replacement is not None:
                 return replacement(*args, **kwargs)
-            if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) or func is DRAW:
                 result = self._run_random(func, args, kwargs)
             elif (known := self._functions.values.computed(func, args, kwargs)) is not NotImplemented:
                 return known
