@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from millstream._torch.seeded_randoms import DrawnFrom, new_seed
 from millstream._torch.tracing import is_higher_order
+from millstream.errors import InternalError
 from millstream.passes.graph_pass import graph_pass
 from millstream.passes.pure_bodies import FLOWS, run_on_fakes
 
@@ -51,17 +52,16 @@ def _hand_seed_in(gm: fx.GraphModule, node: fx.Node, num_draws: int) -> int:
     """Give an operator one more operand; return its position among those of the functions."""
     match node.target.name(), node.args:  # type: ignore[union-attr]
         case "cond", (pred, yes, no, others):
-            at = len(others)  # type: ignore[arg-type]
             node.args = pred, yes, no, (*others, _new_seed(gm, node, num_draws, others or [pred]))  # type: ignore[misc]
+            return len(others)  # type: ignore[arg-type]
         case "while_loop", (goes_on, turn, carried, others):
-            at = len(carried)  # type: ignore[arg-type]
             node.args = goes_on, turn, (*carried, _new_seed(gm, node, num_draws, carried)), others  # type: ignore[misc]
+            return len(carried)  # type: ignore[arg-type]
         case _, (*first, sliced, others):
-            carried = first[1] if len(first) > 1 else ()
-            at = len(carried) + len(sliced)  # type: ignore[arg-type]
             seeds = _new_seed(gm, node, num_draws, sliced, turns=sliced[0])  # type: ignore[index]
             node.args = *first, [*sliced, seeds], others  # type: ignore[misc]
-    return at
+            return len(sliced) + (len(first[1]) if len(first) > 1 else 0)  # type: ignore[arg-type]
+    raise InternalError(f"{node.target} has other arguments than PyTorch gives it.")
 
 
 def _new_seed(gm: fx.GraphModule, node: fx.Node, num_draws: int, like: Any, turns: fx.Node | None = None) -> fx.Node:
