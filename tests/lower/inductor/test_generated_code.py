@@ -18,7 +18,7 @@ from torch._inductor.codegen import cpp
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.graph import output_code_log
 from torch._inductor.runtime.cache_dir_utils import cache_dir
-from torch._inductor.scheduler import SchedulerNode
+from torch._inductor.scheduler import Scheduler, SchedulerNode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.functions import FloorDiv, Max, Min, ModularIndexing
 
@@ -69,6 +69,22 @@ def test_strides_are_those_that_inductor_finds(index):
             found, expected = (each(index, variable, length) for each in (cpp.stride_at_vec_range, find))
             # Of one that changes with the variable it is never asked how.
             assert found == expected or (found.has(variable) and expected.has(variable))
+
+
+def test_relations_are_those_that_sympy_finds():
+    def relations():
+        sides = (2, sympy.Integer(2), sympy.Integer(0), True, 2.0, sympy.Rational(1, 2), sympy.oo, X, SIZE + 3)
+        kinds = (sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt)
+        for kind, left, right in itertools.product(kinds, sides, sides):
+            if left is not True is not right or kind in kinds[:2]:
+                yield kind(left, right)
+        yield sympy.Eq(2, 3, evaluate=False)
+        with sympy.evaluate(False):
+            yield sympy.Eq(2, 3)
+
+    expected = [*relations()]
+    with shortcuts():
+        assert all(type(a) is type(b) and a == b for a, b in zip(relations(), expected, strict=True))
 
 
 def reductions(x):
@@ -134,12 +150,15 @@ def test_switched_off_nothing_is_left_out(monkeypatch):
     monkeypatch.setenv("MILLSTREAM_WITHOUT", "pytorch#1, shortcuts")
     threshold, generate, find = gc.get_threshold(), SchedulerNode.codegen, cpp.stride_at_vec_range
     find_fakes, is_unsupported = fx_utils.get_fake_args_kwargs, inductor_lowering.unsupported_input_tensor
+    compare, increases = sympy.Eq.__new__, Scheduler.can_fusion_increase_peak_memory
     with shortcuts(), no_collections():
         assert fx_utils.get_fake_args_kwargs is find_fakes
         assert inductor_lowering.unsupported_input_tensor is is_unsupported
         assert gc.get_threshold() == threshold
         assert SchedulerNode.codegen is generate
         assert cpp.stride_at_vec_range is find
+        assert sympy.Eq.__new__ is compare
+        assert Scheduler.can_fusion_increase_peak_memory is increases
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,19 +16,19 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._inductor import config, fx_utils, graph, ir, lowering
+from torch._inductor import config, fx_utils, ir, lowering
 from torch._inductor.codegen import cpp
 from torch._inductor.codegen.cpp import CppVecKernel
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
-from torch._inductor.dependencies import MemoryDep
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
-from torch.utils._ordered_set import OrderedSet
-from torch.utils._pytree import tree_leaves
 
 from millstream._torch.workarounds import is_off, replaced
+from millstream.lower.inductor.shortcuts.comparisons import quick_comparisons
+from millstream.lower.inductor.shortcuts.fusing import quick_fusing
+from millstream.lower.inductor.shortcuts.sets import quick_sets, shared_origins
 
 
 @contextlib.contextmanager
@@ -52,9 +50,12 @@ def shortcuts() -> Iterator[None]:
     - Whether two nodes may be fused is asked of sets of what they read and write, which are put together one item at a
       time, each hashed again, its expressions included: hundreds of items for each node that may join an optimizer's
       kernel. Here an item, which never changes, is hashed once, and sets become one as dictionaries do.
-
     - Of what is computed from items of a list, each item is noted to come from all nodes of the graph that any of them
-      comes from. These sets, too, are put together at once.
+      comes from. Here items that are made by one operator have one such set, and it is read once.
+    - Numbers are compared by what SymPy does with expressions, and expanded.
+    - Nodes that may be fused are tried with other axes, which for each pair are made anew, and thrown away again.
+    - Whether fusing takes more memory is asked of all that both nodes read. It suffices to ask of the one that reads
+      less, unless that is much more than what they share.
     - The dtype of a result is asked of tensors that are made for that; it depends on dtypes and numbers of dimensions.
     - Comments on launches are written into a wrapper that has none.
 
@@ -84,66 +85,20 @@ def shortcuts() -> Iterator[None]:
         is_about_alias = sys._getframe(1).f_code.co_name == "any_user_may_alias"
         return (False, (), {}) if is_about_alias and not _returns_tensor(node) else find_fakes(node, *args, **kwargs)
 
-    hash_anew = MemoryDep.__hash__
-
-    def hash_once(self: MemoryDep) -> int:
-        known = self.__dict__.get("_hash")
-        if known is None:
-            known = self.__dict__["_hash"] = hash_anew(self)  # of this process, which no other one is given
-        return known  # type: ignore[no-any-return]
-
     with (
         _asking_once(),
-        _quick_sets(),
+        quick_sets(),
+        shared_origins(),
+        quick_comparisons(),
+        quick_fusing(),
         _promoting_once(),
         _without_comments(),
-        replaced(MemoryDep, "__hash__", hash_once),
         replaced(fx_utils, "get_fake_args_kwargs", find_if_looked_at),
         replaced(DtypePropagationOpsHandler, "__init__", lambda self: None),
         replaced(SchedulerNode, "codegen", generate_if_used),
         replaced(cpp, "stride_at_vec_range", find_stride),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _quick_sets() -> Iterator[None]:
-    """Let ordered sets do in one what they do item by item, in the same order."""
-    unite, intersect = OrderedSet.__or__, OrderedSet.__and__
-
-    def unite_at_once(self: Any, other: Any) -> Any:
-        if type(other) is not OrderedSet:
-            return unite(self, other)
-        return OrderedSet._from_dict({**self._dict, **other._dict})
-
-    def intersect_at_once(self: Any, other: Any) -> Any:
-        if type(other) is not OrderedSet:
-            return intersect(self, other)
-        few, many = (self, other) if len(self) < len(other) else (other, self)
-        return OrderedSet._from_dict({item: None for item in few._dict if item in many._dict})
-
-    with (
-        replaced(OrderedSet, "__or__", unite_at_once),
-        replaced(OrderedSet, "__and__", intersect_at_once),
-        replaced(graph, "gather_origins", _gather_origins),
-    ):
-        yield
-
-
-_REALIZED = (ir.ComputedBuffer, ir.InputsKernel, ir.InputBuffer, ir.TemplateBuffer)
-
-
-def _gather_origins(args: Any, kwargs: Any) -> Any:
-    """Return the nodes that unrealized arguments come from, as Inductor's function of this name does."""
-    found: dict[Any, None] = {}
-    for value in (*tree_leaves(args), *tree_leaves(kwargs)):
-        inner = value
-        while isinstance(inner, (ir.TensorBox, ir.StorageBox)):
-            inner = inner.data
-        if isinstance(inner, ir.IRNode) and not isinstance(inner, _REALIZED):
-            origins = value.origins
-            found.update(origins._dict if type(origins) is OrderedSet else dict.fromkeys(origins))
-    return OrderedSet._from_dict(found)
 
 
 @contextlib.contextmanager
@@ -203,41 +158,6 @@ def _asking_once() -> Iterator[None]:
 
 _BY_OPERATOR = {getattr(torch, "float8_e8m0fnu", None)}
 """Dtypes that some operators support."""
-
-_postponed: list[int] = []
-"""The thresholds to be set again at the end of ``no_collections``."""
-
-
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Let Python not look for garbage inside the ``with`` block, in the whole process.
-
-    Lowering makes millions of objects, nearly all of which stay until its end, and every so often Python looks through
-    all of them: a twentieth of the time (a training step of a GPT-2 with two layers), for as much of the memory.
-
-    A threshold of zero does that, too, and leaves ``gc.disable()`` to the user. Processes forked meanwhile look again.
-    """
-    if is_off("shortcuts") or not (threshold := gc.get_threshold()[0]):
-        yield
-        return
-    _postponed.append(threshold)
-    gc.set_threshold(0)
-    try:
-        yield
-    finally:
-        _collect_again()
-
-
-def _collect_again() -> None:
-    if _postponed:
-        threshold = _postponed.pop()
-        if not gc.get_threshold()[0]:  # nobody else has set one
-            gc.set_threshold(threshold)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_collect_again)
-
 
 _simplify_in_vector = vars(sys.modules[cpp.stride_at_vec_range.__module__])["simplify_index_in_vec_range"]
 """In torch 2.11 it is in another module than in 2.13."""

@@ -1,0 +1,6 @@
+"""Work that Inductor is spared while it compiles."""
+
+from millstream.lower.inductor.shortcuts.garbage import no_collections
+from millstream.lower.inductor.shortcuts.shortcuts import shortcuts
+
+__all__ = ["no_collections", "shortcuts"]

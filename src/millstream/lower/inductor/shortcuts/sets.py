@@ -1,0 +1,90 @@
+"""Sets that are put together at once, and sets of origins that are one where they are equal.
+
+Private APIs of Inductor's graphs and loops; tried on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch._inductor import graph, ir
+from torch._inductor.dependencies import MemoryDep
+from torch._inductor.ir import IRNode
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import tree_leaves
+
+from millstream._torch.workarounds import replaced
+
+
+@contextlib.contextmanager
+def quick_sets() -> Iterator[None]:
+    """Let ordered sets do in one what they do item by item, in the same order."""
+    unite, intersect = OrderedSet.__or__, OrderedSet.__and__
+
+    def unite_at_once(self: Any, other: Any) -> Any:
+        if type(other) is not OrderedSet:
+            return unite(self, other)
+        return OrderedSet._from_dict({**self._dict, **other._dict})
+
+    def intersect_at_once(self: Any, other: Any) -> Any:
+        if type(other) is not OrderedSet:
+            return intersect(self, other)
+        few, many = (self, other) if len(self) < len(other) else (other, self)
+        return OrderedSet._from_dict({item: None for item in few._dict if item in many._dict})
+
+    hash_anew = MemoryDep.__hash__
+
+    def hash_once(self: MemoryDep) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = hash_anew(self)  # of this process, which no other one is given
+        return known  # type: ignore[no-any-return]
+
+    with (
+        replaced(OrderedSet, "__or__", unite_at_once),
+        replaced(OrderedSet, "__and__", intersect_at_once),
+        replaced(MemoryDep, "__hash__", hash_once),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def shared_origins() -> Iterator[None]:
+    """Let what one node of the graph makes have one set of origins, which nothing changes."""
+    begin = IRNode.__post_init__
+    current: Any = None  # of whom the set has been copied last
+    copied: Any = None
+
+    def begin_with_shared(self: IRNode) -> None:
+        nonlocal current, copied
+        begin(self)
+        if IRNode._current_origins is not current:
+            current, copied = IRNode._current_origins, self.origins
+        self._post_init_setattr("origins", copied)
+
+    with (
+        replaced(IRNode, "__post_init__", begin_with_shared),
+        replaced(graph, "gather_origins", _gather_origins),
+    ):
+        yield
+
+
+_REALIZED = (ir.ComputedBuffer, ir.InputsKernel, ir.InputBuffer, ir.TemplateBuffer)
+
+
+def _gather_origins(args: Any, kwargs: Any) -> Any:
+    """Return the nodes that unrealized arguments come from, as Inductor's function of this name does."""
+    found: dict[Any, None] = {}
+    known: set[int] = set()  # sets that are in it
+    for value in (*tree_leaves(args), *tree_leaves(kwargs)):
+        inner = value
+        while isinstance(inner, (ir.TensorBox, ir.StorageBox)):
+            inner = inner.data
+        if isinstance(inner, IRNode) and not isinstance(inner, _REALIZED):
+            origins = value.origins
+            if id(origins) not in known:
+                known.add(id(origins))
+                found.update(origins._dict if type(origins) is OrderedSet else dict.fromkeys(origins))
+    return OrderedSet._from_dict(found)
