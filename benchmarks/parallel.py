@@ -2,7 +2,7 @@
 
 All sides of a case share the processes, as in the other suites. Each baseline is timed in turn with ours as soon as it
 is built, in all processes at once; the slowest process counts. Only ``ddp compile`` is built and timed after all
-others, whose kernels it would slow, and alone.
+others, whose kernels it would slow, and alone. Sides of a *fully sharded* case have processes of their own.
 
 - ``one gpu``: our step of the bare model in each process, nothing reduced; its ratio is the efficiency
 - ``ddp compile``: torch.compile on the DistributedDataParallel model, and the optimizer as PyTorch gives it
@@ -63,8 +63,7 @@ from millstream.insight.records import Activity, ActivityKind
 
 WHOLE_STATE = "whole state"
 BASELINES = ("one gpu", "ddp compile", "hand graph", WHOLE_STATE, FSDP_COMPILE)
-# Their own streams slow all kernels of a process from then on (docs/decisions/side-by-side.md).
-LAST = ("ddp compile", FSDP_COMPILE)
+LAST = ("ddp compile",)  # its stream slows all kernels of a process from then on (docs/decisions/side-by-side.md)
 SHARDED = "sharded"  # the last word of such a case's name
 WARM_STEPS = 12  # ours has settled by then
 SAMPLE_MS = 60.0  # a sample begins with a barrier, which processes do not leave at the same time
@@ -110,7 +109,12 @@ def run_case(case: TrainingCase, settings: Settings) -> list[Row]:
     if size < 2:
         return [Row(case.name, note="not run: it needs two GPUs")]
     sides = ["ours", *filter(settings.wants, peers_of(case.name))]
-    return compare(case.name, size, ask(case.name, size, sides, settings))
+    if not case.name.endswith(FULLY_SHARDED):
+        return compare(case.name, size, ask(case.name, size, sides, settings))
+    mine, *others = (ask(case.name, size, [side], settings) for side in sides)
+    for other in others:
+        mine["sides"] |= other["sides"]
+    return compare(case.name, size, mine)
 
 
 def ask(case: str, size: int, sides: list[str], settings: Settings) -> dict[str, Any]:
@@ -283,7 +287,8 @@ def measure(case: TrainingCase, sides: list[str], device: torch.device, rounds: 
         if dist.get_rank() == 0:
             print(json.dumps({**answer, "sides": told}), flush=True)
 
-    mine.add("ours")
+    if "ours" in sides:
+        mine.add("ours")
     for side in (side for side in sides if side != "ours" and side not in LAST):
         mine.add(side)
         mine.time(["ours", side], rounds)

@@ -15,7 +15,7 @@ from millstream.lower.segmented.updates import updates_of
 class Doubling:
     """A collective of two processes that have the same; it may take the memory of an earlier one."""
 
-    label, is_divided, is_paced = "a bucket", False, False
+    label, is_divided, is_paced, result = "a bucket", False, False, None
 
     def __init__(self, *like, log, memory=None):
         self.memory = torch.empty(sum(each.numel() for each in like), dtype=like[0].dtype) if memory is None else memory

@@ -338,6 +338,7 @@ class Collective:
 
     def __init__(self, done):
         self.group, self.memory, self.held = Named("group", done), torch.ones(2), SimpleNamespace(make_ready=int)
+        self.memories = (self.memory,)
         self.issued_on = []
 
     def perform(self, memory):

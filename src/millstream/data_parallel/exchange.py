@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d  # whose functions nobody replaces for a while, as in a profile
 
-from millstream._torch.distributed.collectives import all_gather, reduce_scatter, register_exchange
+from millstream._torch.distributed.collectives import (
+    all_gather,
+    issue_together,
+    reduce_scatter,
+    register_exchange,
+)
 from millstream._torch.tensors import real_tensors
 from millstream.data_parallel.agreement import Agreement, PeriodicComparison, board_known
 from millstream.data_parallel.board import UNEVEN, Board
@@ -41,18 +46,18 @@ class ExchangeMemory:
     A step that runs as one graph has its collectives' memory in its arena, and needs this one no more.
 
     Args:
-        tensor: All of it. Views of it stay valid when it goes and comes back, elsewhere and with zeros.
+        tensors: All of it. Views of them stay valid when they go and come back, elsewhere and with zeros.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self._num_bytes = tensor.untyped_storage().nbytes()
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+        self._sizes = [each.untyped_storage().nbytes() for each in tensors]
         self._users: WeakSet[Any] = WeakSet()
 
     @property
     def held_bytes(self) -> int:
         """What it takes of the device at present."""
-        return self.tensor.untyped_storage().nbytes()
+        return sum(each.untyped_storage().nbytes() for each in self.tensors)
 
     def take(self, user: object) -> None:
         """See that it is there, until this user gives it back."""
@@ -61,15 +66,17 @@ class ExchangeMemory:
 
     def make_ready(self) -> None:
         """See that it is there now."""
-        if self.held_bytes < self._num_bytes:
-            self.tensor.untyped_storage().resize_(self._num_bytes)
-            self.tensor.zero_()
+        for tensor, num_bytes in zip(self.tensors, self._sizes, strict=True):
+            if tensor.untyped_storage().nbytes() < num_bytes:
+                tensor.untyped_storage().resize_(num_bytes)
+                tensor.zero_()
 
     def give_back(self, user: object) -> None:
         """Say that a user needs it no more; after the last one it goes."""
         self._users.discard(user)
         if not self._users:
-            self.tensor.untyped_storage().resize_(0)
+            for tensor in self.tensors:
+                tensor.untyped_storage().resize_(0)
 
 
 Sent: TypeAlias = int | slice | tuple[slice, tuple[int, ...]]
@@ -93,7 +100,8 @@ class Exchange:
         bucket: How ``like`` lie in the memory; its members are counted in the order of ``like``.
         like: Tensors that look as what is exchanged; each view has the strides of one, where those are dense.
         group: The processes.
-        over: ``over(group)(memory, async_op=...)`` begins the collective, on that group or another of the processes.
+        over: ``over(group)(memory, async_op=...)`` begins the collective, on that group or another of the processes;
+            ``over(group)(memory, result, async_op=...)`` where it has memory for results.
         label: What it is, for people.
         dtype: Of what travels; ``None`` for that of ``like``.
         device: Where it is; ``None`` for where ``like`` are.
@@ -103,12 +111,15 @@ class Exchange:
         sent: Where its values go: to the view of that number, or that part of the memory, maybe in a shape;
             ``None``: to all views.
         is_paced: Whether it is to begin no earlier than what comes before its use needs, as it takes memory till then.
+        own: Elements of a memory for its results alone, in which the bucket says how they lie; 0 where they lie where
+            its values do. The other memory is needed no longer than it travels.
 
     Attributes:
         key: By which graphs refer to it.
         memory: All of what travels; see ``held``.
+        result: Memory for its results; ``None`` where it has none.
         held: Who has to be asked before it is used.
-        views: Parts of the memory, in the order of ``like``.
+        views: Parts of the memory, or of that for results, in the order of ``like``.
         sent: Parts of the memory where its values go.
         is_beside: Whether something is computed meanwhile.
     """
@@ -128,6 +139,7 @@ class Exchange:
         shares: Exchange | None = None,
         sent: Sequence[Sent] | None = None,
         is_paced: bool = False,
+        own: int = 0,
     ) -> None:
         device = device or like[0].device
         self.agreement, self._is_first, self.is_paced = agreement, is_first, is_paced
@@ -137,14 +149,16 @@ class Exchange:
         self._communicator: Communicator | None = None  # on which ``_issue`` does
         with real_tensors():  # a trace may be the first to get here, and eager runs use the same memory
             if shares is None:
-                self.held = ExchangeMemory(
-                    torch.zeros(bucket.num_elements, dtype=dtype or like[0].dtype, device=device)
-                )
+                sizes = [bucket.num_elements, *filter(None, [own])]
+                dtype = dtype or like[0].dtype
+                self.held = ExchangeMemory(*(torch.zeros(size, dtype=dtype, device=device) for size in sizes))
             else:
                 self.held = shares.held
-            self.memory = memory = self.held.tensor
+            self.memory = memory = self.held.tensors[0]
+            self.result = self.held.tensors[1] if own else None
+            results = self.held.tensors[-1]
             self.views = [
-                self.memory.as_strided(tensor.shape, dense_strides(tensor), offset)
+                results.as_strided(tensor.shape, dense_strides(tensor), offset)
                 for tensor, offset in zip(like, bucket.offsets, strict=True)
             ]
             self.sent = self.views
@@ -165,7 +179,12 @@ class Exchange:
     @property
     def is_divided(self) -> bool:
         """Whether each process gets another part of the result."""
-        return self._over is scatter_over
+        return self.operation == "scatter"
+
+    @property
+    def memories(self) -> tuple[Tensor, ...]:
+        """What ``perform`` is given."""
+        return (self.memory,) if self.result is None else (self.memory, self.result)
 
     @property
     def num_bytes(self) -> int:
@@ -180,22 +199,24 @@ class Exchange:
         """
         if self._is_first and self.agreement is not None:
             self.agreement.decline(f"exchange {self.label}")
-        self._begin(self.memory)
+        self._begin(*self.memories)
 
-    def perform(self, memory: Tensor) -> None:
+    def perform(self, memory: Tensor, result: Tensor | None = None) -> None:
         """Do all of it, as a kernel of a graph: on the current stream, or for the host to wait for.
 
         Args:
             memory: As its own, or that itself.
+            result: Likewise, where it has one.
 
         Raises:
             DataParallelError: As ``start`` and ``wait``.
         """
+        given = (memory,) if result is None else (memory, result)
         if memory.device.type == "cuda":
             self._use_current()
-            self._issue(memory, async_op=False)
+            self._issue(*given, async_op=False)
         else:
-            self._begin(memory)
+            self._begin(*given)
             self.wait()
 
     def _use_current(self) -> None:
@@ -205,7 +226,7 @@ class Exchange:
             self._communicator = current
             self._issue = self._over(self.group if current is None else current.group)
 
-    def _begin(self, memory: Tensor) -> None:
+    def _begin(self, *memories: Tensor) -> None:
         self.num_uses += 1
         PROGRESS.num_started += 1
         if self._board is None:
@@ -214,15 +235,16 @@ class Exchange:
             self._board.count_exchange()
         self._use_current()
         try:
-            if memory.device.type != "cuda":
-                self._work = self._issue(memory, async_op=True)
+            device = memories[0].device
+            if device.type != "cuda":
+                self._work = self._issue(*memories, async_op=True)
             elif not self.is_beside:  # NCCL launches on the current stream where it is not asynchronous
-                self._issue(memory, async_op=False)
+                self._issue(*memories, async_op=False)
             else:
-                stream = comm_stream(memory.device)
-                stream.wait_stream(torch.cuda.current_stream(memory.device))
+                stream = comm_stream(device)
+                stream.wait_stream(torch.cuda.current_stream(device))
                 with torch.cuda.stream(stream):
-                    self._issue(memory, async_op=False)
+                    self._issue(*memories, async_op=False)
                     self._done = stream.record_event(self._done)
         except RuntimeError as error:
             raise self._failure(error) from error
@@ -302,6 +324,55 @@ def gather_over(group: dist.ProcessGroup) -> Callable[..., Any]:
         return all_gather(memory, memory.chunk(size)[rank], group=group, **how)
 
     return gather
+
+
+def gather_parts(parts: Sequence[tuple[int, int]]) -> Callable[..., Any]:
+    """``gather_over`` for memory in parts, each with so many elements of each process.
+
+    Args:
+        parts: Where each begins, and elements of a process.
+    """
+
+    def over(group: dist.ProcessGroup) -> Callable[..., Any]:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+
+        def gather(memory: Tensor, *, async_op: bool) -> Any:
+            own = [memory[begin + rank * count : begin + (rank + 1) * count] for begin, count in parts]
+            wholes = [memory[begin : begin + size * count] for begin, count in parts]
+            issues = [functools.partial(all_gather, whole, part, group=group) for whole, part in zip(wholes, own, strict=True)]
+            return issue_together(issues, group, async_op=async_op)
+
+        return gather
+
+    return over
+
+
+def scatter_parts(parts: Sequence[tuple[int, int, int]]) -> Callable[..., Any]:
+    """``scatter_over`` for memory in parts, with memory for results.
+
+    Args:
+        parts: Where each begins, elements of a process, and where its result begins.
+    """
+
+    def over(group: dist.ProcessGroup) -> Callable[..., Any]:
+        size = dist.get_world_size(group)
+
+        def scatter(memory: Tensor, result: Tensor, *, async_op: bool) -> Any:
+            issues = [
+                functools.partial(
+                    reduce_scatter,
+                    result[own : own + count],
+                    memory[begin : begin + size * count],
+                    op=dist.ReduceOp.SUM,
+                    group=group,
+                )
+                for begin, count, own in parts
+            ]
+            return issue_together(issues, group, async_op=async_op)
+
+        return scatter
+
+    return over
 
 
 def greatest_over(group: dist.ProcessGroup) -> Callable[..., Any]:

@@ -69,7 +69,7 @@ def operation_of(kernel: Kernel) -> str:
 
 def bucket_bytes(graph: KernelGraph, kernel: Kernel) -> int:
     """Return what travels in a collective."""
-    return sum(graph.buffer_of[name].num_bytes for name in kernel.writes)
+    return max(graph.buffer_of[name].num_bytes for name in kernel.reads[:2])  # a whole scattered is not written
 
 
 def find_transfers(graph: KernelGraph, timeline: Timeline) -> tuple[CollectiveTransfer, ...]:

@@ -35,14 +35,16 @@ class BoundCollective(Protocol):
         operation: What is done, by the name of the function that does it.
         is_divided: Whether each process gets another part of the result.
         is_paced: Whether it is to begin no earlier than what comes before its use needs.
-        memory: What it reads and writes; others may use it before and after.
+        memory: What it reads; others may use it before and after.
+        result: What it writes; ``None`` where that is the same memory.
         held: Sees that the memory is there.
         sent: Parts of the memory where it has its values.
-        views: Parts of the memory where it has its results.
+        views: Parts of what it writes where it has its results.
     """
 
     label: str
     memory: Tensor
+    result: Tensor | None
     held: CollectiveMemory
     sent: list[Tensor]
     views: list[Tensor]
@@ -58,7 +60,7 @@ class BoundCollective(Protocol):
 
     def wait(self) -> None: ...
 
-    def perform(self, memory: Tensor) -> None: ...
+    def perform(self, memory: Tensor, result: Tensor | None = None) -> None: ...
 
 
 _exchanges: WeakValueDictionary[int, BoundCollective] = WeakValueDictionary()
@@ -110,6 +112,23 @@ def unsaved_writes(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 #: ``all_gather(output, input, group=..., async_op=...)``, likewise.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def issue_together(issues: Sequence[Callable[..., Any]], group: dist.ProcessGroup, *, async_op: bool) -> Any:
+    """Begin several gathers, or several scatters, as one.
+
+    Args:
+        issues: Each begins one of them on that group.
+        group: The processes.
+        async_op: As of each.
+
+    Returns:
+        What to wait for; nothing, unless asynchronous.
+    """
+    with dist.distributed_c10d._coalescing_manager(group, async_ops=async_op) as begun:
+        for issue in issues:
+            issue()
+    return begun if async_op else None
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -1,7 +1,7 @@
-"""Where rows of several parameters lie while they travel together: a decision about shapes alone.
+"""Where several parameters lie while they travel together: a decision about shapes alone.
 
-Memory is one chunk a process, each as long as the others. A chunk has this process's rows of each parameter in turn,
-as many as the first process has of it, each from an aligned place on; what the last processes have fewer is left over.
+Each parameter lies whole, from an aligned place on: the rows of the first process, then those of the next, each as many
+as the first has; what the last ones have fewer is left over at its end. So what is gathered need not be moved.
 """
 
 from __future__ import annotations
@@ -15,27 +15,24 @@ from millstream.data_parallel.buckets import ALIGNMENT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What processes have of one parameter.
+    """One parameter, by processes.
 
     Attributes:
         shape: Of the whole.
         num_rows: Of the first process, and of others as long as there are so many left.
-        offset: Where they begin in a chunk, in elements.
+        offset: Where it begins, in elements.
+        own: Where the rows of a process begin in memory for its own rows of all parameters.
     """
 
     shape: tuple[int, ...]
     num_rows: int
     offset: int
-
-    @property
-    def row(self) -> int:
-        """Elements of a row."""
-        return prod(self.shape[1:])
+    own: int
 
     @property
     def num_padded(self) -> int:
-        """Elements that it takes in a chunk."""
-        return self.num_rows * self.row
+        """Elements of a process."""
+        return self.num_rows * prod(self.shape[1:])
 
     def rows_of(self, rank: int) -> tuple[int, ...]:
         """The shape of what a process has."""
@@ -45,15 +42,17 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How some parameters lie in a chunk.
+    """How some parameters lie in memory.
 
     Attributes:
         rows: Of each parameter.
-        chunk: Elements of a chunk.
+        num_elements: Of memory for the wholes.
+        num_own: Of memory for a process's own rows.
     """
 
     rows: tuple[Rows, ...]
-    chunk: int
+    num_elements: int
+    num_own: int
 
 
 def lay_out(shapes: Sequence[tuple[int, ...]], item_bytes: int, num_processes: int) -> Layout:
@@ -66,8 +65,9 @@ def lay_out(shapes: Sequence[tuple[int, ...]], item_bytes: int, num_processes: i
     """
     step = ALIGNMENT_BYTES // item_bytes
     rows: list[Rows] = []
-    end = 0
+    end = own = 0
     for shape in shapes:
-        rows.append(Rows(tuple(shape), -(-shape[0] // num_processes), end))
-        end += -(-rows[-1].num_padded // step) * step
-    return Layout(tuple(rows), end)
+        rows.append(Rows(tuple(shape), -(-shape[0] // num_processes), end, own))
+        end += -(-rows[-1].num_padded * num_processes // step) * step
+        own += -(-rows[-1].num_padded // step) * step
+    return Layout(tuple(rows), end, own)

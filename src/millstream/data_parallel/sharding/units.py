@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from millstream._torch.distributed.collectives import EXCHANGE
@@ -28,9 +27,9 @@ from millstream._torch.distributed.fully_sharded import (
 from millstream._torch.tensors import FakeTensor
 from millstream.data_parallel.agreement import agreement_of, compare_over
 from millstream.data_parallel.buckets import Bucket
-from millstream.data_parallel.exchange import Exchange, Sent, gather_over, scatter_over
+from millstream.data_parallel.exchange import Exchange, Sent, gather_parts, scatter_parts
 from millstream.data_parallel.sharding.norms import Norms
-from millstream.data_parallel.sharding.shard_layout import Layout, lay_out
+from millstream.data_parallel.sharding.shard_layout import lay_out
 
 
 class Unit:
@@ -62,8 +61,8 @@ class Unit:
         if self.group is not None and self.size > 1:
             self._agreement = agreement_of(self.group, on_gpu=self.device.type == "cuda")
             self.norms = Norms(self.name, self.group, self._agreement)
-        self._gathers: dict[int, tuple[Layout, Exchange]] = {}
-        self._scatters: dict[tuple[int, tuple[int, ...]], tuple[Layout, Exchange]] = {}
+        self._gathers: dict[int, Exchange] = {}
+        self._scatters: dict[tuple[int, tuple[int, ...]], Exchange] = {}
 
     @property
     def rank(self) -> int:
@@ -90,33 +89,24 @@ class Unit:
         dtype = self.precision.parameters or shards[0].dtype
         if time not in self._gathers:
             self._gathers[time] = self._make_gather(dtype, time)
-        layout, exchange = self._gathers[time]
-        values = [each.detach().to(dtype) for each in shards if each.numel()]
-        values = values or [torch.zeros(1, dtype=dtype, device=self.device)]
-        (memory,) = self._perform(exchange, values)
-        chunks = memory.view(self.size, layout.chunk)
-        wholes = [chunks[:, rows.offset : rows.offset + rows.num_padded] for rows in layout.rows]
-        return [
-            each.reshape(-1)[: rows.shape[0] * rows.row].view(rows.shape)
-            for each, rows in zip(wholes, layout.rows, strict=True)
-        ]
+        values = [each.detach() for each in shards if each.numel()]
+        return self._perform(self._gathers[time], values or [torch.zeros(1, dtype=dtype, device=self.device)])
 
-    def _make_gather(self, dtype: torch.dtype, time: int) -> tuple[Layout, Exchange]:
+    def _make_gather(self, dtype: torch.dtype, time: int) -> Exchange:
         layout = lay_out([each.shape for each in self.parameters], dtype.itemsize, self.size)
-        start = self.rank * layout.chunk
-        own = [(start + rows.offset, rows.rows_of(self.rank)) for rows in layout.rows]
+        own = [(rows.offset + self.rank * rows.num_padded, rows.rows_of(self.rank)) for rows in layout.rows]
         sent: list[Sent] = [(slice(first, first + prod(shape)), shape) for first, shape in own if prod(shape)]
+        start = own[0][0]  # of what a process without a row sends
         again = f", time {time + 1}" if time else ""
-        exchange = self._exchange(
-            layout,
-            [torch.empty(self.size * layout.chunk, dtype=dtype, device="meta")],
-            [0],
-            gather_over,
+        return self._exchange(
+            [torch.empty(each.shape, dtype=dtype, device="meta") for each in self.parameters],
+            [rows.offset for rows in layout.rows],
+            layout.num_elements,
+            gather_parts([(rows.offset, rows.num_padded) for rows in layout.rows if rows.num_padded]),
             f"parameters of {self.name}{again}",
-            sent or [slice(start, start + 1)],
+            sent=sent or [slice(start, start + 1)],
             is_paced=True,
         )
-        return layout, exchange
 
     def scatter(self, gradients: Sequence[Tensor | None], positions: tuple[int, ...], time: int) -> dict[int, Tensor]:
         """The mean of gradients, in the rows that this process has.
@@ -133,29 +123,27 @@ class Unit:
         key = time, positions
         if key not in self._scatters:
             self._scatters[key] = self._make_scatter(dtype, positions, time)
-        layout, exchange = self._scatters[key]
-        parts: list[Tensor] = []
-        for index, (position, rows) in enumerate(zip(positions, layout.rows, strict=True)):
-            end = layout.rows[index + 1].offset if index + 1 < len(layout.rows) else layout.chunk
-            gradient, total = gradients[position], self.size * rows.num_padded
-            if gradient is None:
-                parts.append(torch.zeros(self.size, end - rows.offset, dtype=dtype, device=self.device))
-                continue
-            whole = (gradient.to(dtype) / self.size).reshape(-1)
-            whole = F.pad(whole, (0, total - whole.numel())).view(self.size, rows.num_padded)
-            parts.append(F.pad(whole, (0, end - rows.offset - rows.num_padded)))
-        results = self._perform(exchange, [torch.cat(parts, 1).reshape(-1)])
-        there = zip(positions, results, strict=True)
-        return {position: result for position, result in there if gradients[position] is not None}
+        exchange = self._scatters[key]
+        found = [gradients[each] for each in positions]
+        values = [
+            torch.zeros(part.shape, dtype=dtype, device=self.device) if each is None else each.to(dtype) / self.size
+            for each, part in zip(found, exchange.sent, strict=True)
+        ]
+        there = zip(positions, self._perform(exchange, values), found, strict=True)
+        return {position: result for position, result, gradient in there if gradient is not None}
 
-    def _make_scatter(self, dtype: torch.dtype, positions: tuple[int, ...], time: int) -> tuple[Layout, Exchange]:
+    def _make_scatter(self, dtype: torch.dtype, positions: tuple[int, ...], time: int) -> Exchange:
         layout = lay_out([self.parameters[each].shape for each in positions], dtype.itemsize, self.size)
-        start, total = self.rank * layout.chunk, self.size * layout.chunk
-        likes = [torch.empty(rows.rows_of(self.rank), dtype=dtype, device="meta") for rows in layout.rows]
         again = f", time {time + 1}" if time else ""
-        offsets = [start + rows.offset for rows in layout.rows]
-        label = f"gradients of {self.name}{again}"
-        return layout, self._exchange(layout, likes, offsets, scatter_over, label, [slice(0, total)])
+        return self._exchange(
+            [torch.empty(rows.rows_of(self.rank), dtype=dtype, device="meta") for rows in layout.rows],
+            [rows.own for rows in layout.rows],
+            layout.num_elements,
+            scatter_parts([(rows.offset, rows.num_padded, rows.own) for rows in layout.rows if rows.num_padded]),
+            f"gradients of {self.name}{again}",
+            sent=[(slice(rows.offset, rows.offset + prod(rows.shape)), rows.shape) for rows in layout.rows],
+            own=layout.num_own,
+        )
 
     def _perform(self, exchange: Exchange, values: list[Tensor]) -> list[Tensor]:
         results: list[Tensor] = EXCHANGE(values, exchange.key)
@@ -165,28 +153,24 @@ class Unit:
 
     def _exchange(
         self,
-        layout: Layout,
         like: Sequence[Tensor],
         offsets: Sequence[int],
+        num_elements: int,
         over: Callable[..., Any],
         label: str,
-        sent: Sequence[Sent],
-        *,
-        is_paced: bool = False,
+        **how: Any,
     ) -> Exchange:
         assert self.group is not None
-        bucket = Bucket(tuple(range(len(like))), tuple(offsets), self.size * layout.chunk)
         return Exchange(
-            bucket,
+            Bucket(tuple(range(len(like))), tuple(offsets), num_elements),
             like,
             self.group,
             over,
             label,
             device=self.device,
             agreement=self._agreement,
-            is_first=is_paced,  # so that processes agree before each gather
-            is_paced=is_paced,
-            sent=sent,
+            is_first=how.get("is_paced", False),  # so that processes agree before each gather
+            **how,
         )
 
 

@@ -125,7 +125,7 @@ def _warm_up(exchanges: Sequence[Exchange]) -> None:
             done.add(key)
             exchange.held.make_ready()
             exchange.memory.zero_()
-            exchange.perform(exchange.memory)
+            exchange.perform(*exchange.memories)
 
 
 def _name(communicator: Communicator | None) -> str:

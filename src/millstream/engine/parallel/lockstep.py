@@ -166,7 +166,8 @@ def measure_collectives(agreement: Agreement, context: DeviceContext, program: P
         if key not in known:
             memory.zero_()
             launch = call.target
-            graph = together(agreement, lambda launch=launch, memory=memory: _repeated(context, launch, memory))
+            given = exchange.memories
+            graph = together(agreement, lambda launch=launch, given=given: _repeated(context, launch, given))
             times = [_replay_ns(graph) for _ in range(SAMPLES + 1)][1:]
             duration_ns = max(1, *agreement.board.gather(round(median(times) / REPEATS), WHAT))
             memory_share = min(1.0, kernel.num_bytes * 1e9 / (duration_ns * bandwidth)) if bandwidth else 1.0
@@ -182,11 +183,13 @@ def time_steps(agreement: Agreement, one: Callable[[], Any], other: Callable[[],
     return max(agreement.board.gather(first, WHAT)), max(agreement.board.gather(second, WHAT))
 
 
-def _repeated(context: DeviceContext, launch: Callable[[Any], Any], memory: torch.Tensor) -> torch.cuda.CUDAGraph:
+def _repeated(
+    context: DeviceContext, launch: Callable[..., Any], given: Sequence[torch.Tensor]
+) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with capture(context, graph):
         for _ in range(REPEATS):
-            launch(memory)
+            launch(*given)
     return graph
 
 

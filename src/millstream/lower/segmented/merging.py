@@ -108,22 +108,34 @@ class _Merger:
         memory = self._exchanges[collective].memory
         return f"bucket{next(number for number, each in enumerate(self._exchanges) if each.memory is memory)}"
 
+    def _result(self, collective: int) -> str | None:
+        """The memory of its results, where that is another."""
+        return None if self._exchanges[collective].result is None else f"{self._memory(collective)}_result"
+
     def _add_memories(self) -> None:
         place = self._segments.num_inputs
         device = str(self._exchanges[0].memory.device)
         self._whole.buffers[COMMUNICATOR] = Buffer(COMMUNICATOR, 0, device, Role.STATE)
         for collective, exchange in enumerate(self._exchanges):
-            memory, name = exchange.memory, self._memory(collective)
-            size = memory.numel() * memory.element_size()
-            self._whole.buffers[name] = Buffer(name, size, str(memory.device), Role.TEMPORARY)
-            self._whole.layouts[name] = TensorLayout(tuple(memory.shape), memory.stride(), memory.dtype, memory.device)
+            name, result = self._memory(collective), self._result(collective)
+            self._add_memory(name, exchange.memory)
             self._whole.memories.add(name)
+            if result is not None and exchange.result is not None:
+                self._add_memory(result, exchange.result)
             self._first_sent.append(place + len(exchange.views))
-            for part in (*exchange.views, *exchange.sent):
-                self._values[place] = f"{name}_{place}"
-                offset = int(part.storage_offset() - memory.storage_offset())
-                self._whole.views[f"{name}_{place}"] = View(name, tuple(part.shape), part.stride(), offset)
-                place += 1
+            for base, parts in ((result or name, exchange.views), (name, exchange.sent)):
+                memory = exchange.memory if base == name else exchange.result
+                assert memory is not None
+                for part in parts:
+                    self._values[place] = f"{base}_{place}"
+                    offset = int(part.storage_offset() - memory.storage_offset())
+                    self._whole.views[f"{base}_{place}"] = View(base, tuple(part.shape), part.stride(), offset)
+                    place += 1
+
+    def _add_memory(self, name: str, memory: torch.Tensor) -> None:
+        size = memory.numel() * memory.element_size()
+        self._whole.buffers[name] = Buffer(name, size, str(memory.device), Role.TEMPORARY)
+        self._whole.layouts[name] = TensorLayout(tuple(memory.shape), memory.stride(), memory.dtype, memory.device)
 
     def _bind(self, segment: Segment, program: Program) -> dict[str, str]:
         """The names in the whole of a segment's inputs."""
@@ -185,27 +197,27 @@ class _Merger:
             device=whole.buffers[memory].device,
             reads=tuple(dict.fromkeys(map(whole.base, sources))),
             writes=(memory,),
-            num_bytes=2 * whole.buffers[memory].num_bytes,
+            num_bytes=2 * sum(part.numel() * part.element_size() for part in self._exchanges[collective].sent),
         )
         self._copies[collective] = len(whole.kernels)
         whole.add(kernel, KernelCall(torch._foreach_copy_, (views, list(map(Value, sources))), {}))
 
     def _add_collective(self, collective: int) -> None:
         exchange, memory = self._exchanges[collective], self._memory(collective)
-        buffer = self._whole.buffers[memory]
+        buffer, result = self._whole.buffers[memory], self._result(collective)
         kernel = Kernel(
             id=0,
             name=f"exchange {exchange.label}",
             kind=KernelKind.COLLECTIVE,
             device=buffer.device,
             reads=(memory, COMMUNICATOR),
-            writes=(memory, COMMUNICATOR),
+            writes=(result or memory, COMMUNICATOR),
             num_bytes=2 * buffer.num_bytes,
             ops=(exchange.operation,),
         )
         travel = Travel(len(self._whole.kernels), memory, self._copies.get(collective), exchange.is_paced)
         self._travels.append(travel)
-        self._whole.add(kernel, KernelCall(exchange.perform, (Value(memory),), {}))
+        self._whole.add(kernel, KernelCall(exchange.perform, tuple(map(Value, filter(None, (memory, result)))), {}))
 
     def _finish(self) -> tuple[Program, tuple[int, ...]]:
         whole = self._whole
