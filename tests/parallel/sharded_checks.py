@@ -274,7 +274,7 @@ def without_one(rank, which):
     net, _, step = make("adamw", clips=2.0)
     step = interpreted(step, data_parallel=True, shard_optimizer=True)
     train(step, batches(rank, 2))
-    reducer = step._replica
+    reducer = step._plain.replica
     (gathers,) = reducer._gathers.values()
     kinds = {"reduce": reducer._rounds[0], "norm": list(reducer._norms._exchanges.values()), "gather": gathers}
     if which is not None:
