@@ -337,9 +337,8 @@ def gather_parts(parts: Sequence[tuple[int, int]]) -> Callable[..., Any]:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
 
         def gather(memory: Tensor, *, async_op: bool) -> Any:
-            own = [memory[begin + rank * count : begin + (rank + 1) * count] for begin, count in parts]
             wholes = [memory[begin : begin + size * count] for begin, count in parts]
-            issues = [functools.partial(all_gather, whole, part, group=group) for whole, part in zip(wholes, own, strict=True)]
+            issues = [functools.partial(all_gather, each, each.chunk(size)[rank], group=group) for each in wholes]
             return issue_together(issues, group, async_op=async_op)
 
         return gather
