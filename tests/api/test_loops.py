@@ -2,10 +2,12 @@
 
 import contextlib
 import random
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import millstream as ms
 from millstream._torch.workarounds import without
@@ -85,6 +87,74 @@ def test_a_step_lowers_one_turn_of_each_pass():
     assert "test_loops.py" in told
     (executable,) = executables(step)
     assert not find_races(spread_plan(executable.lowered.program.graph, 3, random.Random(0)))
+
+
+class Noisy(nn.Module):
+    """A cell of which each step drops a part, and draws its output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.h = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h, kept = x[0], []
+        for row in x:
+            h = self.h(torch.dropout(h, 0.25, True)).tanh() + row
+            h = torch.distributions.Normal(h, 0.1, validate_args=False).rsample()
+            kept.append(h)
+        return torch.stack(kept, 1)
+
+
+def noisy_runs(is_step, engine, off):
+    """Results and gradients of calls, of which the first two are of the same seed, and whether turns were lowered."""
+    torch._dynamo.reset()
+    model = Noisy().double()
+
+    def train(x, run):
+        model.zero_grad()
+        result = run(x)
+        result.square().mean().backward()
+        return [result.detach(), *(each.grad.clone() for each in model.parameters())]
+
+    with without(off):
+        compiled = ms.compile(model, engine=engine, strict=True)
+        call = (
+            ms.step(lambda x: train(x, model), engine=engine, strict=True) if is_step else partial(train, run=compiled)
+        )
+        x = torch.randn(19, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        call(x)
+        found = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            found.append(call(x))
+        told = str(ms.explain(call if is_step else compiled)).count("equal iterations of a loop")
+    return found, told > 0
+
+
+@pytest.mark.parametrize("is_step", [True, False])
+def test_turns_draw_random_numbers(is_step):
+    one, is_rolled = noisy_runs(is_step, "serial", ())
+    other, _ = noisy_runs(is_step, "threads", ())
+    plain, is_rolled_without = noisy_runs(is_step, "serial", ("loops",))
+    assert is_rolled
+    assert not is_rolled_without
+    assert all(map(torch.equal, tree_leaves(one), tree_leaves(other)))
+    torch.testing.assert_close(one, plain, rtol=1e-9, atol=1e-9)  # turns draw all, so numbers are those of a plain loop
+    assert torch.equal(one[0][0], one[1][0])
+    assert not torch.equal(one[1][0], one[2][0])
+
+
+def test_loops_draw_as_in_eager_where_that_is_asked_for():
+    model = Noisy()
+    run = ms.compile(model, engine="serial", strict=True, options={"fallback_random": True})
+    x = torch.randn(16, 2, 4)
+    with torch.no_grad():
+        found = []
+        for call in (model, run):
+            torch.manual_seed(3)
+            found.append(call(x))
+        torch.testing.assert_close(*found)
 
 
 def test_engines_give_equal_bits():

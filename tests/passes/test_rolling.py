@@ -1,13 +1,17 @@
 """Loops that were unrolled: the node in their place computes the same bits, and what is no loop stays."""
 
+import copy
 import random
 
 import pytest
 import torch
+from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from millstream._torch.seeded_randoms import may_follow_seed
 from millstream.passes import equal_turns, rolling
 from millstream.passes.rolling import TURNS, roll_loops
+from millstream.passes.seeded_draws import seed_draws
 
 TURNS_TAKEN = 20
 
@@ -120,6 +124,38 @@ def test_several_pointwise_turns_are_one(monkeypatch, most):
     assert all(map(torch.equal, expected, found))
 
 
+def noisy(x, w):
+    """A loop whose turns draw by several operators, with gradients."""
+    h = x[0]
+    for row in x.unbind():
+        h = torch.native_dropout(h @ w, 0.3, True)[0] + row
+        h = h + torch.bernoulli(h.detach().sigmoid()) * torch.rand(3, dtype=h.dtype)
+        h = (h - torch.randint(3, (2, 1)) * torch.randn_like(h)).sin()
+    return h, *torch.autograd.grad(h.square().sum(), [x, w])
+
+
+def test_turns_draw_by_seeds():
+    x, w = torch.randn(TURNS_TAKEN, 2, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    given = x.requires_grad_(), w.requires_grad_()
+    gm = make_fx(noisy, tracing_mode="fake")(*given)
+    plain = copy.deepcopy(gm)
+    nodes = [node for node in plain.graph.nodes if may_follow_seed(node.target)]
+    seed_draws(plain.graph, nodes, detect_fake_mode([node.meta.get("val") for node in nodes]))
+    plain.recompile()
+    loops = roll_loops(gm)
+    assert sum(len(each.sources) for each in loops) >= 2 * TURNS_TAKEN - 3
+    runs = []
+    for each in (gm, plain):
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                runs.append(each(*given))
+    for one, other in zip(runs[:3], runs[3:], strict=True):
+        assert all(map(torch.equal, one, other))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert not torch.equal(runs[1][0], runs[2][0])
+
+
 def layers(x, *weights):
     for weight in weights:
         x = torch.tanh(x @ weight).sigmoid() * 2
@@ -136,7 +172,7 @@ def changes(x):
 
 def draws(x):
     for _ in range(TURNS_TAKEN):
-        x = torch.nn.functional.dropout(x.sin() * 2, 0.5)
+        x = torch.poisson(x.sin().square() * 2)
     return x
 
 

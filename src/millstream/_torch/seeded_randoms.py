@@ -19,7 +19,6 @@ from torch._inductor.decomposition import fast_random_decomps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millstream._torch.dispatcher import is_composite
-from millstream._torch.workarounds import is_off
 
 aten = torch.ops.aten
 
@@ -31,11 +30,18 @@ DRAW = torch.ops.millstream.draw.default
 
 SEED = torch.ops.prims.inductor_seed.default
 """``SEED(device)``: a seed, of the device's generator."""
+SEEDS = torch.ops.prims.inductor_seeds.default
+"""``SEEDS(count, device)``: so many."""
+LOOKUP = torch.ops.prims.inductor_lookup_seed.default
+"""``LOOKUP(seeds, number)``: one of them."""
+
+BY_SEED = frozenset({DRAW, torch.ops.prims.inductor_random.default, torch.ops.prims.inductor_randint.default})
+"""Operators that draw by a seed."""
 
 
 def draws_by_generator(options: Mapping[str, Any]) -> bool:
-    """Whether PyTorch's generators are to give the random numbers within control flow, too, as they do in eager."""
-    return is_off("seeded-bodies") or bool(options.get("fallback_random", config.fallback_random))
+    """Whether PyTorch's generators are to give all random numbers, as they do in eager."""
+    return bool(options.get("fallback_random", config.fallback_random))
 
 
 def new_seed(device: torch.device, num_draws: int, turns: int | None = None) -> Tensor:
@@ -198,3 +204,14 @@ _DECOMPOSED = {
 """Operators that PyTorch writes in terms of those above."""
 
 _TABLE = fast_random_decomps()
+
+
+def may_follow_seed(operator: Any) -> bool:
+    """Whether an operator that writes nothing draws random numbers, and may draw them by a seed instead.
+
+    Not so ``multinomial``, which checks its weights.
+    """
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()) or operator._schema.is_mutable:
+        return False
+    is_known = operator in _RULES or (operator._overloadpacket in _DECOMPOSED and operator in _TABLE)
+    return is_known and operator not in (SEED, aten.multinomial.default)

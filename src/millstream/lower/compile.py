@@ -245,7 +245,7 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
                 gm.graph = copy.deepcopy(original)
                 loops.clear()
             if step_state is not None and pieces == 1 and not is_symbolic(inputs):
-                loops.extend(roll_loops(gm))
+                loops.extend(roll_loops(gm, options))
                 for body in dict.fromkeys(turns.body for turns in loops):
                     _decompose(body, table)
             flows = compiled_with_loops(inputs) if has_control_flow(gm) else contextlib.nullcontext()

@@ -156,7 +156,7 @@ def lower_graph(
                 rewrite_for(choice, graph)
                 settings = {**options, **others}
                 how = partial(_lower_body, bodies, kwargs=kwargs, name=name, options=settings)
-                with _told_of([] if is_symbolic(inputs) else roll_loops(graph)):
+                with _told_of([] if is_symbolic(inputs) else roll_loops(graph, options)):
                     program, wrapper, symbolic = _lower_anew(graph, inputs, kwargs, name, phase, static, settings, how)
             if record is not None:
                 record.save(program, wrapper, _told_strides(), bodies)

@@ -8,7 +8,8 @@ here are operators and what they read, as plain data; ``passes/rolling.py`` puts
   turn, they read from the same places of it.
 - What a turn reads from elsewhere is there before the first turn, or an earlier turn has made it. In each turn, it lies
   in memory the same way.
-- No operator of a run writes what it is given, draws random numbers, or has sizes that are not known.
+- No operator of a run writes what it is given, or has sizes that are not known. Those that draw random numbers by
+  the generator are found like others; they are no turns before they draw by seeds (``passes/seeded_draws.py``).
 
 **Steps**
 1. Views are no operators here: a reader names what the views begin with, and how it is viewed.
@@ -29,6 +30,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate, map_arg
 
 from millstream._torch.compiler.symbols import is_symbolic
+from millstream._torch.seeded_randoms import BY_SEED, LOOKUP, may_follow_seed
 from millstream._torch.tensors import real_tensors
 
 FEWEST_TURNS = 16
@@ -91,6 +93,13 @@ class Run:
         """Whether one kernel may compute a turn, and several turns as well."""
         return all(torch.Tag.pointwise in getattr(node.target, "tags", ()) for node in self.turns[0])
 
+    @property
+    def draws(self) -> list[fx.Node]:
+        """Nodes that draw by the generator, or look up the seed that one of the run's draws by; none twice."""
+        nodes = [node for turn in self.turns for node in turn]
+        read = (each for node in nodes for each in node.all_input_nodes if each.target is LOOKUP)
+        return [*dict.fromkeys([*read, *(node for node in nodes if may_follow_seed(node.target))])]
+
     def grouped(self, size: int) -> Run:
         """The same with so many turns as one; those that are left over at the end belong to no turn."""
 
@@ -138,6 +147,8 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return is_view(source)  # a part of what was split
     target = node.target
+    if target is LOOKUP:
+        return True  # which becomes one
     return isinstance(target, torch._ops.OpOverload) and target.is_view and _share(node, source)
 
 
@@ -187,7 +198,7 @@ class _Finder:
         self._place = {node: place for place, node in enumerate(self._nodes)}
         self._chains: dict[fx.Node, tuple[Chain, tuple[Any, ...]]] = {}
         known: dict[Any, int] = {}
-        texts = [_describe(node) or object() for node in self._nodes]
+        texts = [described(node) or object() for node in self._nodes]
         self.numbers = torch.tensor([known.setdefault(text, len(known)) for text in texts], dtype=torch.int64)
 
     def _chain(self, node: fx.Node) -> tuple[Chain, tuple[Any, ...]]:
@@ -293,14 +304,14 @@ def before_views(node: fx.Node, views: Sequence[Any]) -> fx.Node | None:
     return (chain.root, *chain.views)[len(chain.views) - count]
 
 
-def _describe(node: fx.Node) -> Any:
-    """An operator without the nodes that it is given; ``None`` where it stands for itself."""
+def described(node: fx.Node) -> Any:
+    """An operator without the nodes that it is given, comparable; ``None`` where it stands for itself."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         is_part = target is operator.getitem and isinstance(node.args[0], fx.Node)
         if not is_part or not isinstance(node.args[1], int):
             return None
-    elif target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags or target.namespace != "aten":
+    elif not _may_be_in_turn(target):
         return None
     values = node.meta.get("val")
     layouts = [_layout(each) for each in (values if isinstance(values, list | tuple) else [values])]
@@ -312,6 +323,17 @@ def _describe(node: fx.Node) -> Any:
     args, kwargs = (map_aggregate(each, _without_node) for each in (node.args, node.kwargs))
     pattern = _pattern(node)
     return target, _plain(args), _plain(kwargs), pattern, tuple(layouts)
+
+
+def _may_be_in_turn(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator does the same for the same, but for what it draws by a seed."""
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return may_follow_seed(target)
+    return not target._schema.is_mutable and (target.namespace == "aten" or target in _BESIDE)
+
+
+_BESIDE = BY_SEED | {torch.ops.prims.convert_element_type.default, torch.ops.prims.iota.default}
+"""Such operators that are none of ``aten``."""
 
 
 def _without_node(value: Any) -> Any:

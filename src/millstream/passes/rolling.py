@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,6 +24,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
+from millstream._torch.seeded_randoms import draws_by_generator
 from millstream._torch.tensors import ALIGNMENT_BYTES
 from millstream.errors import InternalError
 from millstream.passes.equal_turns import (
@@ -36,6 +37,7 @@ from millstream.passes.equal_turns import (
     layout_of,
 )
 from millstream.passes.graph_pass import graph_pass
+from millstream.passes.seeded_draws import seed_draws
 
 FEWEST_SAVED = 500
 """Operators that a loop must save: some ten seconds of lowering. Kernels of fewer are better fused between turns."""
@@ -116,22 +118,33 @@ def _describe(tensors: Sequence[Tensor], name: str) -> list[Tensor]:  # noqa: AR
 
 
 @graph_pass("loops", "lowers one iteration of a loop that tracing has unrolled", otherwise=lambda *_: [])
-def roll_loops(gm: fx.GraphModule) -> list[Turns]:
+def roll_loops(gm: fx.GraphModule, options: Mapping[str, Any] | None = None) -> list[Turns]:
     """Find loops in a graph of aten operators, and put nodes in their places.
 
     Args:
         gm: Its nodes carry their values in ``meta["val"]``; changed in place.
+        options: Of TorchInductor, the user's.
 
     Returns:
         What the nodes refer to, to be held as long as the graph is used.
     """
-    inputs = _users_inputs(gm.graph)
-    runs = [_with_fusion(run) for run in find_runs(gm.graph, FEWEST_SAVED) if not _are_layers(run, inputs)]
-    rolled = [turns for run in runs for turns in _Roller(gm, run).roll()]
+    runs = _runs_in(gm.graph)
+    draws = [node for run in runs for node in run.draws]
+    if draws and not draws_by_generator(options or {}):
+        mode = detect_fake_mode([node.meta.get("val") for node in draws])
+        assert mode is not None
+        seed_draws(gm.graph, draws, mode)
+        runs = _runs_in(gm.graph)
+    rolled = [turns for run in runs if not run.draws for turns in _Roller(gm, _with_fusion(run)).roll()]
     if rolled:
         gm.graph.lint()
         gm.recompile()
     return rolled
+
+
+def _runs_in(graph: fx.Graph) -> list[Run]:
+    inputs = _users_inputs(graph)
+    return [run for run in find_runs(graph, FEWEST_SAVED) if not _are_layers(run, inputs)]
 
 
 def _with_fusion(run: Run) -> Run:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from millstream._torch.distributed.fully_sharded import local_of
 from millstream._torch.seeded_randoms import draws_by_generator
 from millstream._torch.tensors import storage_id
+from millstream._torch.workarounds import is_off
 from millstream.capture.effects.expressions import text_of
 from millstream.capture.guards import native
 from millstream.capture.guards.derive import expect_of_arguments, make_guards
@@ -70,8 +71,8 @@ class StepState:
 
     @property
     def draws_by_generator(self) -> bool:
-        """Whether PyTorch's generators are to give all random numbers."""
-        return draws_by_generator(self.options)
+        """Whether PyTorch's generators are to give random numbers within control flow, too."""
+        return is_off("seeded-bodies") or draws_by_generator(self.options)
 
     def make_request(
         self, call: StepCall, roots: list[tuple[str, Any]], found: Found, like: StepGraph | None = None
