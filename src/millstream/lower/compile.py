@@ -40,7 +40,7 @@ from millstream.lower.inductor import branch_fusion
 from millstream.lower.inductor.checks_first import check_classes
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
-from millstream.lower.inductor.shortcuts import no_collections
+from millstream.lower.inductor.shortcuts import no_collections, values_kept
 from millstream.lower.kept import FileContent, ProgramFile, open_record
 from millstream.lower.lower_graph import (
     Lowered,
@@ -98,6 +98,7 @@ def _surroundings(options: dict[str, Any], off: Sequence[str], *, is_step: bool)
         without_autocast() if is_step else contextlib.nullcontext(),
         inductor_config.patch(options),
         workarounds.tracing(),
+        values_kept(),
         plain_recurrence(),
         # A cached AOT artefact would skip the lowering, which is all we are here for.
         functorch_config.patch(enable_autograd_cache=False),
