@@ -65,6 +65,9 @@ MEMORY = 1.1
 """Budget of the graph, as ``Scheduling.memory``, where the user has not named another: streams that compute beside
 collectives need little more, and each process has memory of DDP's and of NCCL's besides."""
 
+SHARDED_MEMORY = 1.05
+"""The same where parameters are divided, so that memory is what counts; parameters that travel ahead need as much."""
+
 RARE = 8
 """So many more calls in segments than as one graph make it worth while to capture segments beside the graph."""
 
@@ -96,7 +99,8 @@ class AgreedEngine:
         self._executables, self._num_given, self._switches = list(executables), num_given, present()
         self._scheduling, self._copies = with_environment(settings.scheduling), settings.copy_outputs
         if settings.scheduling.memory == Scheduling.memory:
-            self._scheduling = replace(self._scheduling, memory=MEMORY)
+            is_sharded = any(each.is_paced for each in self.segmented.exchanges)
+            self._scheduling = replace(self._scheduling, memory=SHARDED_MEMORY if is_sharded else MEMORY)
         self._agreement = self._find_agreement()
         self._lowered: Lowered | None = None
         self._offer = self._number = self._calls = 0

@@ -227,7 +227,8 @@ class _Merger:
         bare = KernelGraph(self._name, (), tuple(whole.buffers.values()))
         owners = {bare.storage(name) for name in returned}
         buffers = tuple(_with_role(buffer, owners) for buffer in bare.buffers)
-        kernels, order = pace(whole.kernels, self._travels, bare.storage)
+        kernels, order, marks = pace(whole.kernels, self._travels, bare.storage)
+        buffers += tuple(Buffer(name, 0, kernels[0].device, Role.STATE) for name in marks)
         others = (buffer.id for buffer in buffers if buffer.role is Role.STATE and buffer.id not in inputs)
         graph = KernelGraph(
             name=self._name,

@@ -11,7 +11,8 @@ the model is whole at a time as can be.
 **Steps**
 1. A collective is to begin right before the first kernel that uses what the one before it has brought.
 2. None goes past a kernel that writes what it sends, nor past the next collective.
-3. It reads something that the kernel before its place has written, so that no schedule puts it earlier.
+3. It reads a mark that the kernel before its place writes, a buffer without bytes, so that no schedule puts it earlier;
+   if it read one of that kernel's results, a kernel that goes on in that memory would wait for the collective.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Travel:
 
 def pace(
     kernels: Sequence[Kernel], travels: Sequence[Travel], storage: Callable[[str], str]
-) -> tuple[list[Kernel], tuple[int, ...]]:
+) -> tuple[list[Kernel], tuple[int, ...], tuple[str, ...]]:
     """Put collectives where they are to begin.
 
     Args:
@@ -52,24 +53,31 @@ def pace(
         storage: The buffer in whose memory a buffer lies.
 
     Returns:
-        The kernels in their new order, and for each its position before.
+        The kernels in their new order, for each its position before, and the marks: buffers that the graph is to have.
     """
     before = _places(kernels, travels, storage)
     moved = {position for each in before.values() for position in each}
+    travelling = {position for each in travels for position in (each.kernel, each.copy)}
     order: list[int] = []
-    last: str | None = None  # written by the last kernel that stays where it is
+    marks: list[str] = []
+    last: int | None = None  # where the last kernel that computes stands now
     result: list[Kernel] = []
     for position, kernel in enumerate(kernels):
-        for late in before.get(position, ()):
-            reads = kernels[late].reads if last is None else tuple(dict.fromkeys((*kernels[late].reads, last)))
-            result.append(replace(kernels[late], id=len(result), reads=reads))
-            order.append(late)
+        late = before.get(position, ())
+        reads: tuple[str, ...] = ()
+        if late and last is not None:
+            reads = (f"mark{len(marks)}",)
+            marks += reads
+            result[last] = replace(result[last], writes=(*result[last].writes, *reads))
+        for each in late:
+            result.append(replace(kernels[each], id=len(result), reads=(*kernels[each].reads, *reads)))
+            order.append(each)
         if position not in moved:
+            if position not in travelling:
+                last = len(result)
             result.append(replace(kernel, id=len(result)))
             order.append(position)
-            if kernel.writes and not any(position in (each.kernel, each.copy) for each in travels):
-                last = kernel.writes[0]
-    return result, tuple(order)
+    return result, tuple(order), tuple(marks)
 
 
 def _places(
