@@ -12,9 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from millstream._torch.distributed.fully_sharded import can_be_divided, divide, divided_like, fully_sharded_modules
+from millstream._torch.distributed.fully_sharded import (
+    can_be_divided,
+    divide,
+    divided_like,
+    fully_sharded_modules,
+    is_shard,
+)
+from millstream._torch.workarounds import torch_version
 from millstream.data_parallel.sharding.optimizer import why_not_sharded
 
+MIXED_LISTS = (2, 13)
+"""From here on PyTorch's operators of lists are known to take shards and whole tensors together; 2.11's do not."""
 SMALLEST_BYTES = 2**20
 """Of a block that is gathered by itself: for less, a collective takes longer to begin than to end."""
 
@@ -93,6 +102,9 @@ def divide_models(
                 }
         for part in optimizer.param_groups:
             part["params"] = [becomes.get(id(each), each) for each in part["params"]]
+            mixes = len({is_shard(each) for each in part["params"]}) > 1
+            if mixes and torch_version() < MIXED_LISTS and part.get("foreach") is None and not part.get("fused"):
+                part["foreach"] = False
 
 
 def _blocks_of(root: nn.Module) -> Iterator[nn.Module]:
