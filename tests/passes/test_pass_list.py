@@ -35,6 +35,7 @@ CHANGES = {
 OTHERS = {
     "drop_marks": "part of two passes",
     "tidy": "part of several passes",
+    "seed_draws": "part of two passes",
     "set_results": "for a pass, of what is traced",
     "take_control_flow": "translates: there is no program without",
     "cut": "translates: there is no program without",
