@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -28,6 +28,7 @@ from torch._inductor.virtualized import V
 from millstream._torch.workarounds import is_off, replaced
 from millstream.lower.inductor.shortcuts.comparisons import quick_comparisons
 from millstream.lower.inductor.shortcuts.fusing import quick_fusing
+from millstream.lower.inductor.shortcuts.leaves import quick_nodes
 from millstream.lower.inductor.shortcuts.sets import quick_sets, shared_origins
 
 
@@ -46,7 +47,9 @@ def shortcuts() -> Iterator[None]:
       whether it returns the same memory (2.13 does not come to that). It does not look at several results, or none:
       they count as if they did. Operators over all parameters of an optimizer were run once for each of them.
     - Whether Inductor supports a tensor is asked for each of a list, for each operator that uses an item of that list,
-      of which an optimizer has one for each parameter. It depends on the tensor's dtype, device and layout.
+      of which an optimizer has one for each parameter. It depends on the tensor's dtype, device and layout, mostly.
+    - Arguments of each new node are searched for symbolic numbers, in torch 2.13: a quarter of what it takes to make
+      one.
     - Whether two nodes may be fused is asked of sets of what they read and write, which are put together one item at a
       time, each hashed again, its expressions included: hundreds of items for each node that may join an optimizer's
       kernel. Here an item, which never changes, is hashed once, and sets become one as dictionaries do.
@@ -88,6 +91,7 @@ def shortcuts() -> Iterator[None]:
     with (
         _asking_once(),
         quick_sets(),
+        quick_nodes(),
         shared_origins(),
         quick_comparisons(),
         quick_fusing(),
@@ -141,18 +145,24 @@ def _without_comments() -> Iterator[None]:
 @contextlib.contextmanager
 def _asking_once() -> Iterator[None]:
     """Let Inductor ask once whether it supports a kind of tensor."""
-    ask = lowering.unsupported_input_tensor
-    unsupported: dict[Any, bool] = {}
 
-    def is_unsupported(tensor: torch.Tensor, node: fx.Node | None = None) -> bool:
-        if tensor.dtype in _BY_OPERATOR:
-            return ask(tensor, node)
-        kind = tensor.dtype, tensor.device, tensor.layout
-        if kind not in unsupported:
-            unsupported[kind] = ask(tensor, node)
-        return unsupported[kind]
+    def once(ask: Callable[..., bool]) -> Callable[..., bool]:
+        unsupported: dict[Any, bool] = {}
 
-    with replaced(lowering, "unsupported_input_tensor", is_unsupported):
+        def is_unsupported(tensor: torch.Tensor, node: fx.Node | None = None) -> bool:
+            dtype = tensor.dtype
+            if dtype in _BY_OPERATOR or dtype.is_complex:
+                return ask(tensor, node)
+            kind = dtype, tensor.device, tensor.layout
+            if kind not in unsupported:
+                unsupported[kind] = ask(tensor, node)
+            return unsupported[kind]
+
+        return is_unsupported
+
+    with contextlib.ExitStack() as stack:
+        for name in ("unsupported_input_tensor", "unsupported_output_tensor"):
+            stack.enter_context(replaced(lowering, name, once(getattr(lowering, name))))
         yield
 
 

@@ -39,6 +39,9 @@ class _Known:
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Any, tuple[Any, _Names]] = WeakKeyDictionary()
         self._uses: WeakKeyDictionary[Any, _Uses] = WeakKeyDictionary()
+        self._grown: dict[
+            int, tuple[Any, Any, list[Any], _Uses]
+        ] = {}  # by the names that a kernel hands on when it grows
 
     def stay_apart(self, producer: Any, consumer: Any) -> bool:
         """Return whether the parts of the kernel that both become do not depend on each other."""
@@ -50,9 +53,24 @@ class _Known:
         else:
             joined, added, kernel = producer.get_producer_subnode_for(consumer), consumer, producer
         if kernel not in self._uses:
-            self._uses[kernel] = _Uses([[self._names_of(node)] for node in kernel.snodes])
+            self._uses[kernel] = self._find_uses(kernel)
         place = next(place for place, node in enumerate(kernel.snodes) if node is joined)
         return self._uses[kernel].are_apart_with(self._names_of(added), place)
+
+    def _find_uses(self, kernel: Any) -> _Uses:
+        names = kernel.name_to_node
+        _, smaller, parts, uses = self._grown.get(id(names), (None, None, [], None))
+        new = [place for place, (old, now) in enumerate(zip(parts, kernel.snodes, strict=False)) if old is not now]
+        if uses is not None and len(parts) == len(kernel.snodes) and len(new) == 1:
+            self._uses.pop(smaller, None)  # which it is no longer of
+            had = {*parts[new[0]].get_nodes()}
+            for node in kernel.snodes[new[0]].get_nodes():
+                if node not in had:
+                    uses.add(self._names_of(node), new[0])
+        else:
+            uses = _Uses([[self._names_of(node)] for node in kernel.snodes])
+        self._grown[id(names)] = names, kernel, [*kernel.snodes], uses
+        return uses
 
     def _names_of(self, node: Any) -> _Names:
         dependencies, names = self._names.get(node, (None, None))
@@ -84,6 +102,13 @@ class _Uses:
         self.are_apart = not any(
             _has_another(self._makers, name, place) for name in both for place in self._readers[name]
         )
+
+    def add(self, added: _Names, place: int) -> None:
+        """Let a part have another node."""
+        self.are_apart = self.are_apart_with(added, place)
+        for names, places in zip(added, (self._makers, self._readers), strict=True):
+            for name in names:
+                places.setdefault(name, set()).add(place)
 
     def are_apart_with(self, added: _Names, place: int) -> bool:
         """Return whether they are still where a part has another node, too."""
