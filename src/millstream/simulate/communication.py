@@ -69,7 +69,8 @@ def operation_of(kernel: Kernel) -> str:
 
 def bucket_bytes(graph: KernelGraph, kernel: Kernel) -> int:
     """Return what travels in a collective."""
-    return max(graph.buffer_of[name].num_bytes for name in kernel.reads[:2])  # a whole scattered is not written
+    given = kernel.reads[:1]  # of a scatter the whole, of which it writes a part
+    return max(graph.buffer_of[name].num_bytes for name in (*given, *kernel.writes))
 
 
 def find_transfers(graph: KernelGraph, timeline: Timeline) -> tuple[CollectiveTransfer, ...]:
