@@ -2,6 +2,7 @@
 
 - ``eager``: PyTorch's own operators: the host waits for each decision
 - ``compile``, ``compile reduce-overhead``: torch.compile of the same program
+- ``without the condition``: our step whose update is never skipped
 
 A case of training is one whole step.
 """
@@ -9,6 +10,7 @@ A case of training is one whole step.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +18,18 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 from benchmarks import inference, training
-from benchmarks.cases.models import InferenceCase, TrainingCase, labelled, shape
+from benchmarks.cases.learners import GuardedCase, LearnerCase, WorldModel
+from benchmarks.cases.models import InferenceCase, TrainingCase, labelled, language, shape, tokens, transformer
+from benchmarks.cases.sequences import Decoder, Mamba
+from benchmarks.measuring import ours
+from benchmarks.measuring.baselines import build_training
 from benchmarks.measuring.results import Row
+from benchmarks.measuring.sides import Side, build_each, compare
 from benchmarks.measuring.suite import Settings, run_suite
 
 PEERS = ("eager", "compile", "compile reduce-overhead")
 TRAINING_PEERS = ("eager", "compile loop", "compile loop reduce-overhead")
+WITHOUT = "without the condition"
 
 
 class Cell(nn.Module):
@@ -111,14 +119,66 @@ CASES = (
         autocast=None,
         estimate_s=150,
     ),
+    LearnerCase(
+        "world model 64 steps b16 step",
+        lambda small: WorldModel(8, 2, 16, 4, 3) if small else WorldModel(64, 6, 256, 32, 15),
+        lambda small: tuple(
+            torch.randn(*((6, 2) if small else (64, 16)), width) for width in ((8, 2) if small else (64, 6))
+        ),
+        torch.optim.Adam,
+        {"lr": 1e-4},
+        autocast=None,
+        estimate_s=300,
+    ),
+    TrainingCase(
+        "mamba block b8 1024 step",
+        lambda small: Mamba(16, 32, 4) if small else Mamba(512, 1024, 16),
+        labelled(shape(8, 1024, 512, tiny=(2, 12, 16)), 10),
+        torch.optim.AdamW,
+        {"lr": 1e-3},
+        autocast=None,
+        estimate_s=120,
+    ),
+    GuardedCase(
+        "transformer skips updates step",
+        transformer,
+        language(1024, 16, 128, tiny=(2, 16)),
+        torch.optim.AdamW,
+        {"lr": 1e-4},
+        clip=1.0,
+        estimate_s=200,
+    ),
+    InferenceCase(
+        "256 tokens in one loop b8",
+        lambda small: Decoder(50, 32, 2, 2, 12) if small else Decoder(8192, 512, 8, 6, 272),
+        tokens(50, 8, 16, tiny=(2, 4)),
+        torch.float32,
+        90,
+    ),
 )
 
 
 def run_case(case: InferenceCase | TrainingCase, settings: Settings) -> list[Row]:
     """Build, judge and time all sides of a case."""
+    if isinstance(case, GuardedCase):
+        return run_guarded(case, settings)
     if isinstance(case, TrainingCase):
         return training.run_case(case, settings, TRAINING_PEERS)
     return inference.run_case(case, settings, PEERS)
+
+
+def run_guarded(case: GuardedCase, settings: Settings) -> list[Row]:
+    """The same, beside our step without the condition."""
+    problem = case.make(settings.device, tiny=settings.tiny)
+    judge = training.SampledTrainingJudge(problem)
+    mine = ours.build_training(problem, judge)
+
+    def build(name: str) -> Side:
+        if name == WITHOUT:
+            return replace(ours.build_training(case.without(settings.device, tiny=settings.tiny), judge), name=name)
+        return build_training(problem, name, judge, plan_memory=settings.plan_memory)
+
+    return compare(case.name, mine, build_each([*filter(settings.wants, (*TRAINING_PEERS, WITHOUT))], build), settings)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,22 @@ def test_a_step_lowers_one_turn_of_each_pass():
     assert not find_races(spread_plan(executable.lowered.program.graph, 3, random.Random(0)))
 
 
+def test_cells_that_change_their_gates_in_place():
+    torch.manual_seed(0)
+    cell = nn.GRUCell(3, 4).double()
+
+    def step(x):
+        h = x.new_zeros(2, 4)
+        for row in x:
+            h = cell(row, h)
+        return h.detach(), torch.autograd.grad(h.square().sum(), [*cell.parameters()])
+
+    captured = ms.step(step, engine="serial", strict=True)
+    x = torch.randn(LENGTH, 2, 3, dtype=torch.float64)
+    torch.testing.assert_close(captured(x), step(x))
+    assert str(ms.explain(captured)).count("equal iterations of a loop") == 2
+
+
 class Noisy(nn.Module):
     """A cell of which each step drops a part, and draws its output."""
 

@@ -152,6 +152,11 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.is_view and _share(node, source)
 
 
+def is_changing(node: fx.Node) -> bool:
+    """Whether a node writes what it is given."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def described_views(views: Sequence[fx.Node]) -> tuple[Any, ...]:
     """What views do, comparable."""
     return tuple((each.target, _plain(each.args[1:]), _plain(each.kwargs)) for each in views)

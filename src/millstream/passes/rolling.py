@@ -33,6 +33,7 @@ from millstream.passes.equal_turns import (
     chain_of,
     described_views,
     find_runs,
+    is_changing,
     is_view,
     layout_of,
 )
@@ -144,7 +145,17 @@ def roll_loops(gm: fx.GraphModule, options: Mapping[str, Any] | None = None) -> 
 
 def _runs_in(graph: fx.Graph) -> list[Run]:
     inputs = _users_inputs(graph)
-    return [run for run in find_runs(graph, FEWEST_SAVED) if not _are_layers(run, inputs)]
+    runs = find_runs(graph, FEWEST_SAVED)
+    return [run for run in runs if not _are_layers(run, inputs) and not _reads_changed(run)]
+
+
+def _reads_changed(run: Run) -> bool:
+    """Whether turns read what an operator has changed in place, which lies otherwise once nothing is.
+
+    Such turns are looked for again before Inductor.
+    """
+    read = {each for turn in run.turns for node in turn for each in node.all_input_nodes}
+    return any(is_changing(chain_of(each).root) for each in read)
 
 
 def _with_fusion(run: Run) -> Run:
