@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 import logging
@@ -20,6 +21,8 @@ from torch._inductor.graph import output_code_log
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import Scheduler, SchedulerNode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.utils._pytree import tree_iter
 from torch.utils._sympy.functions import FloorDiv, Max, Min, ModularIndexing
 
 import millstream as ms
@@ -27,6 +30,7 @@ from millstream.lower import lower_graph as lowering
 from millstream.lower.inductor.cpp_kernels import CppKernels
 from millstream.lower.inductor.generated_kernels import is_updated
 from millstream.lower.inductor.shortcuts import no_collections, shortcuts
+from millstream.lower.inductor.shortcuts.leaves import leaves
 
 
 @pytest.fixture
@@ -85,6 +89,14 @@ def test_relations_are_those_that_sympy_finds():
     expected = [*relations()]
     with shortcuts():
         assert all(type(a) is type(b) and a == b for a, b in zip(relations(), expected, strict=True))
+
+
+def test_leaves_are_those_of_pytree():
+    pair = collections.namedtuple("pair", "first second")
+    node = torch.fx.Graph().placeholder("x")
+    items = [1, 2.0, None, "a", node, slice(0, 3), torch.Size([4]), pair(5, [6]), collections.OrderedDict(b=7, a=8), ()]
+    for tree in (1, None, items, (items, {"b": items, "a": [[], {}]}), immutable_list(items), immutable_dict(c=node)):
+        assert [*leaves(tree)] == [*tree_iter(tree)]
 
 
 def reductions(x):

@@ -56,4 +56,4 @@ def _shares_enough(scheduler: Any, node1: Any, node2: Any) -> bool:
     sizes = [key[2] for key in keys]
     if not all(size.isdecimal() for size in sizes):
         return False
-    return sum(map(int, sizes)) <= 32 * scheduler.score_fusion_memory(node1, node2)
+    return not sizes or sum(map(int, sizes)) <= 32 * scheduler.score_fusion_memory(node1, node2)
