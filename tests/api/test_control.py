@@ -275,6 +275,39 @@ def test_steps_are_trained_as_in_eager():
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
+def branch_of_slices(x, w, v):
+    yes, no = (lambda a: map_slices(lambda row: (row * w).sin(), a) * v), (lambda a: a - w)
+    return torch.cond(x.sum() > 0, yes, no, (x,))
+
+
+def slices_of_branches(x, w, v):
+    def inner(a):
+        return torch.cond(a.mean() > 0, lambda b: b * w, lambda b: b / v, (a,))
+
+    return map_slices(lambda row: torch.cond(row.sum() > 0, lambda a: inner(a + v), lambda a: a - w, (row,)), x)
+
+
+@pytest.mark.parametrize("function", [branch_of_slices, slices_of_branches])
+def test_functions_within_functions_use_parameters_of_a_step(function):
+    """Autograd runs the inner ones again when the outer ones have ended."""
+
+    def trained(wrap):
+        parameters = [each.requires_grad_() for each in tensors((4,), (4,), seed=1)]
+        optimizer = torch.optim.SGD(parameters, 0.05)
+
+        def step(x):
+            loss = function(x, *parameters).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        call = wrap(step)
+        return [call(x).clone() for x in tensors(*[(3, 4)] * 4)] + parameters
+
+    torch.testing.assert_close(trained(partial(ms.step, strict=True)), trained(lambda step: step))
+
+
 def test_steps_loop_and_draw_as_eager_does():
     weight = tensors((3, 3))[0]
 

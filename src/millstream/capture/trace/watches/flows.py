@@ -137,17 +137,19 @@ class Flows:
             first: The number of what it draws first.
         """
         known = [*own, *used]
+        around = [*self._replaced]
 
         def call(*given: Any) -> Any:
             run: Callable[..., Any] = part
             if at is not None:
                 run = _drawing(part, DrawnFrom(given[at], first))
                 given = (*given[:at], *given[at + 1 :])
-            self._replaced.append({id(each): new for each, new in zip(known, given, strict=True)})
+            before = self._replaced  # autograd runs a function within another one again when that one has ended
+            self._replaced = [*around, {id(each): new for each, new in zip(known, given, strict=True)}]
             try:
                 return run(*given[: len(own)])
             finally:
-                self._replaced.pop()
+                self._replaced = before
 
         return call
 
