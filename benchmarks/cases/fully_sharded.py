@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.cases.models import ADAMW, LARGE, Training, TrainingCase, labelled, language, shape
+from benchmarks.cases.models import ADAMW, LARGE, Training, TrainingCase, labelled, language, loss_of, shape
 from benchmarks.cases.networks import VisionTransformer
 from benchmarks.cases.placed import Llama
 from benchmarks.measuring.baselines import Trainee
@@ -67,8 +66,10 @@ def sharded(model: Any, device: torch.device, *, compiles: bool = False) -> Any:
     return fully_shard(model, **how)
 
 
-def loss_of(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out.float().flatten(0, -2), y.flatten())
+class CompiledLoss(Training):
+    """The same, with its loss under torch.compile."""
+
+    loss_of = staticmethod(torch.compile(loss_of))
 
 
 def build_fully_sharded(problem: Training, side: str) -> tuple[Callable[..., Tensor], Trainee]:
@@ -84,15 +85,6 @@ def build_fully_sharded(problem: Training, side: str) -> tuple[Callable[..., Ten
     compiles = side == FSDP_COMPILE
     model = sharded(copy.deepcopy(problem.model), problem.device, compiles=compiles)
     optimizer = problem.make_optimizer(model, fused=compiles)
-    find_loss, clip = torch.compile(loss_of) if compiles else loss_of, problem.case.clip
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = find_loss(model(x), y)
-        loss.backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    kind = CompiledLoss if compiles else Training
+    step = kind(problem.case, problem.model, problem.batches, problem.device).make_step(model, optimizer)
     return (ms.step(step, strict=True) if side == "ours" else step), Trainee(model, optimizer)

@@ -163,15 +163,14 @@ class Guarded(Training):
         self, model: Any, optimizer: torch.optim.Optimizer, *, precise: bool = False
     ) -> Callable[..., Tensor]:
         """The step of ``Training`` with that condition."""
-        kind, clip = self.device.type, self.case.clip
+        kind, clip, loss_of = self.device.type, self.case.clip, self.loss_of
         assert clip is not None
         autocast = self.case.autocast is not None and not precise
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             with torch.autocast(kind, torch.bfloat16, enabled=autocast):
                 out = model(x)
-            out = out if precise else out.float()
-            loss = F.cross_entropy(out.flatten(0, -2), y.flatten())
+            loss = loss_of(out, y)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             if torch.isfinite(norm):

@@ -205,6 +205,12 @@ class TrainingCase:
         return Training(self, model, batches, device)
 
 
+def loss_of(out: Tensor, y: Tensor) -> Tensor:
+    """Cross entropy, in single precision at least."""
+    out = out.float() if out.dtype in (torch.bfloat16, torch.float16) else out
+    return F.cross_entropy(out.flatten(0, -2), y.flatten())
+
+
 @dataclass(frozen=True)
 class Training:
     """A model at its start and three batches, on a device. Every side trains its own copy of the model."""
@@ -213,6 +219,8 @@ class Training:
     model: nn.Module
     batches: list[Batch]
     device: torch.device
+
+    loss_of = staticmethod(loss_of)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -235,14 +243,13 @@ class Training:
 
     def make_step(self, model: Any, optimizer: Optimizer, *, precise: bool = False) -> Callable[..., Tensor]:
         """Return the training step as a user would write it; ``precise`` leaves autocast out."""
-        kind, dtype, clip = self.device.type, self.dtype, self.case.clip
+        kind, dtype, clip, loss_of = self.device.type, self.dtype, self.case.clip, self.loss_of
         autocast = self.case.autocast is not None and not precise
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             with torch.autocast(kind, dtype if autocast else torch.bfloat16, enabled=autocast):
                 out = model(x)
-            out = out if precise else out.float()
-            loss = F.cross_entropy(out.flatten(0, -2), y.flatten())
+            loss = loss_of(out, y)
             loss.backward()
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)

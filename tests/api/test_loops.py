@@ -46,9 +46,12 @@ class Cell(nn.Module):
         return torch.stack(kept, 1)
 
 
-def trained(wrap, calls=3):
+def trained(wrap, model=None, batches=None):
     """Losses and weights of a loop of training, and what ran it."""
-    model = Cell().double()
+    model = model or Cell().double()
+    if batches is None:
+        generator = torch.Generator().manual_seed(1)
+        batches = [torch.randn(LENGTH, 2, 3, dtype=torch.float64, generator=generator) for _ in range(3)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     @wrap
@@ -59,8 +62,7 @@ def trained(wrap, calls=3):
         optimizer.zero_grad()
         return loss
 
-    generator = torch.Generator().manual_seed(1)
-    losses = [step(torch.randn(LENGTH, 2, 3, dtype=torch.float64, generator=generator)) for _ in range(calls)]
+    losses = [step(x).clone() for x in batches]
     return [*losses, *model.parameters()], step
 
 

@@ -1,11 +1,14 @@
 """Loops in Python whose iterations are equal: lowered once, they compute what eager steps do."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import millstream as ms
 from millstream.passes import rolling
+from tests.api.test_loops import trained
 
 pytestmark = pytest.mark.gpu
 
@@ -29,27 +32,13 @@ class Recurrence(nn.Module):
         return torch.stack(states)
 
 
-def trained(wrap, batches):
-    model = Recurrence().to("cuda", torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    @wrap
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return [step(x).clone() for x in batches] + list(model.parameters()), step
-
-
 @pytest.mark.parametrize("engine", ["graph", "serial", "streams"])
 def test_training_through_a_loop_is_as_eager(engine, monkeypatch):
     monkeypatch.setattr(rolling, "FEWEST_SAVED", 100)
     torch.manual_seed(1)
     batches = [torch.randn(24, 15, 33, device="cuda", dtype=torch.float64) for _ in range(4)]
-    expected, _ = trained(lambda function: function, batches)
-    found, step = trained(ms.step(engine=engine, strict=True, tune="now"), batches)
+    model = Recurrence().to("cuda", torch.float64)
+    expected, _ = trained(lambda function: function, copy.deepcopy(model), batches)
+    found, step = trained(ms.step(engine=engine, strict=True, tune="now"), model, batches)
     torch.testing.assert_close(found, expected)
     assert "equal iterations of a loop" in str(ms.explain(step))

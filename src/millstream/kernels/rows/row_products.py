@@ -37,8 +37,8 @@ _AT_ONCE = 16  # numbers: what rows are multiples of, so that all loads are of 1
 _TILE_LENGTH = 2048
 _SHORTEST_TILE, _MOST_TILES = 256, 16  # of those that divide a row
 _HELD = 22 * _TILE_LENGTH
-"""Numbers of the weight that a block holds at most, 176 registers of each thread: more have to be kept in memory
-meanwhile (Triton 3.6, sm_90), which took 17 µs of a product of 5632 by 2048 on an H200."""
+"""Numbers of the weight that a block holds at most, in 176 registers of each thread: with more, ptxas spills (Triton
+3.6, sm_90), which cost a product of 5632 by 2048 17 µs on an H200."""
 _HELD_WITH_MASKS, _HELD_WITH_ROWS = 16 * _TILE_LENGTH, 10 * _TILE_LENGTH
 """The same where tiles do not divide the weight, and where there is more than one row."""
 _NUM_WARPS = 4
