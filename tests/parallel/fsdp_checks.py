@@ -66,13 +66,20 @@ def mesh():
     return init_device_mesh(checks.DEVICE.type, (dist.get_world_size(),))
 
 
-def shard(net, freezes=False, **how):
+@functools.cache
+def mesh_of_replicas(num_shards):
+    shape = dist.get_world_size() // num_shards, num_shards
+    return init_device_mesh(checks.DEVICE.type, shape, mesh_dim_names=("replicas", "shards"))
+
+
+def shard(net, freezes=False, num_shards=0, **how):
     if freezes:
         net.blocks[0].requires_grad_(False)
         net.blocks[1].up.bias.requires_grad_(False)
+    how["mesh"] = mesh_of_replicas(num_shards) if num_shards else mesh()
     for block in net.blocks:
-        fully_shard(block, mesh=mesh(), **how)
-    return fully_shard(net, mesh=mesh(), **how)
+        fully_shard(block, **how)
+    return fully_shard(net, **how)
 
 
 def plain(net, optimizer):
@@ -172,6 +179,8 @@ KINDS = {
     "checkpoint around": (plain, checks.sgd, {"around": True}, {}),
     "reentrant checkpoint": (plain, checks.sgd, {"around": True, "reentrant": True}, {}),
     "several passes": (evaluating, checks.sgd, {}, {}),
+    "replicas": (clipping, checks.adamw, {"tied": True}, {"num_shards": 1}),
+    "replicas of shards": (clipping, checks.adamw, {"tied": True}, {"num_shards": 2}),
 }
 
 COMPILED = ("clipping", "tied")
@@ -300,10 +309,10 @@ def plant_faults(plan):
             check_plan(faulty)
 
 
-def one_program(rank, num_steps):
+def one_program(rank, num_steps, kind="clipping"):
     """Compiled, with the collectives among its kernels."""
-    theirs, _, their_step = make("clipping")
-    ours, _, our_step = make("clipping")
+    theirs, _, their_step = make(kind)
+    ours, _, our_step = make(kind)
     captured = ms.step(our_step, strict=True)
     expected, results = (train(step, batches(rank, num_steps)) for step in (their_step, captured))
     torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
@@ -321,7 +330,8 @@ def refused(rank, kind):
     if kind == "placement":
         hows["shard_placement_fn"] = lambda each: Shard(each.dim() - 1) if each.shape[-1] == 4 else None
     if kind == "mesh":
-        hows["mesh"] = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicas", "shards"))
+        names = "stages", "replicas", "shards"
+        hows["mesh"] = init_device_mesh("cpu", (dist.get_world_size(), 1, 1), mesh_dim_names=names)[names[1:]]
     if kind == "offload":
         hows["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if kind == "group":
@@ -374,7 +384,7 @@ def without_wrapper(rank, num_steps):
     net, *results = trained(True, state, num_steps)
     for _, _, each, _ in (expected, results):
         del each["param_groups"][0]["foreach"]  # False where PyTorch has no lists of shards and whole tensors
-    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5, check_device=False)  # the whole is on the host
     return [name for name, each in net.named_parameters() if not is_shard(each)]
 
 

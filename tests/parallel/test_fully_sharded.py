@@ -5,7 +5,7 @@ import pytest
 from tests.parallel import fsdp_checks as checks
 
 
-@pytest.mark.parametrize("kind", checks.KINDS)
+@pytest.mark.parametrize("kind", [each for each in checks.KINDS if each != "replicas of shards"])
 def test_training_is_as_with_eager_fully_shard(pair, kind):
     first, second = pair.run(checks.same_as_eager, kind, 5)
     assert first == second
@@ -35,7 +35,7 @@ def test_step_is_one_program_with_its_collectives(agreeing_pair):
     ("kind", "reason"),
     [
         ("placement", "shard_placement_fn"),
-        ("mesh", "a mesh that is not of one dimension"),
+        ("mesh", "a mesh of two dimensions without all processes"),
         ("offload", "an offload policy"),
         ("group", "several modules in one group"),
         ("block", "a block under torch.compile"),
@@ -64,3 +64,7 @@ def test_models_that_cannot_be_divided_are_refused(pair):
 def test_four_processes(many):
     """Some have no row of a parameter."""
     assert len({*many.run(checks.same_as_eager, "several passes", 4)}) == 1
+
+
+def test_replicas_of_shards_are_one_program(many):
+    assert many.run(checks.one_program, 6, "replicas of shards") == [[True, True, True]] * many.size

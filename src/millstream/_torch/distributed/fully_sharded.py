@@ -75,12 +75,12 @@ def fully_sharded_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def is_shard(tensor: Any) -> bool:
-    """Return whether a tensor is a ``DTensor`` of which each process of a mesh of one dimension has some rows."""
+    """Return whether a tensor is a ``DTensor`` of which each process has some rows, along a mesh's last dimension."""
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None or type(tensor) is not module.DTensor or tensor.device_mesh.ndim != 1:
+    if module is None or type(tensor) is not module.DTensor or type(tensor._local_tensor) is not Tensor:
         return False
-    (placement,) = tensor.placements
-    return type(placement) is module.Shard and placement.dim == 0 and type(tensor._local_tensor) is Tensor
+    *others, last = tensor.placements
+    return type(last) is module.Shard and last.dim == 0 and all(each.is_replicate() for each in others)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -96,7 +96,8 @@ def with_gradient(shard: Tensor) -> Tensor:
 def replicated_like(value: Tensor, shard: Tensor) -> Tensor:
     """A tensor that all processes have alike, as what ``clip_grad_norm_`` gives of shards."""
     module = sys.modules["torch.distributed.tensor"]
-    return module.DTensor.from_local(value, shard.device_mesh, [module.Replicate()], run_check=False)  # type: ignore[attr-defined, no-any-return]
+    mesh = shard.device_mesh  # type: ignore[attr-defined]
+    return module.DTensor.from_local(value, mesh, [module.Replicate()] * mesh.ndim, run_check=False)  # type: ignore[attr-defined, no-any-return]
 
 
 def is_shared(tensor: Tensor) -> bool:
@@ -149,7 +150,9 @@ def _why_not_group(group: Any) -> str:
     owners = [module for each in parameters for module, _ in _places(each)]
     locals_of = [each.sharded_param._local_tensor for each in parameters]
     reasons = {
-        "a mesh that is not of one dimension": type(group.mesh_info).__name__ != "FSDPMeshInfo",
+        "a mesh that says not how to shard": type(group.mesh_info).__name__ not in ("FSDPMeshInfo", "HSDPMeshInfo"),
+        "a mesh of two dimensions without all processes": _replicas(group) is not None
+        and group.mesh_info.mesh.size() != dist.get_world_size(),
         "an offload policy": type(group.offload_policy).__name__ != "OffloadPolicy",
         "a collective of its own": any(type(getattr(group, name, None)).__name__ != kind for name, kind in hooks),
         "a hook for its all-reduces": getattr(group, "_all_reduce_hook", None) is not None,
@@ -198,6 +201,15 @@ def processes_of(module: nn.Module) -> dist.ProcessGroup | None:
     """The processes that a module's parameters are divided between; ``None`` where it has none of its own."""
     groups = _groups(_state(module))
     return groups[0].mesh_info.shard_process_group if groups else None
+
+
+def replicas_of(module: nn.Module) -> dist.ProcessGroup | None:
+    """The processes that have the same rows of a module's parameters, on a mesh of two dimensions."""
+    return next(map(_replicas, _groups(_state(module))), None)
+
+
+def _replicas(group: Any) -> dist.ProcessGroup | None:
+    return getattr(group.mesh_info, "replicate_process_group", None)
 
 
 def model_of(module: nn.Module) -> object:
@@ -333,7 +345,8 @@ def divide(modules: Sequence[nn.Module], group: dist.ProcessGroup, device: torch
 def divided_like(value: Tensor, parameter: Tensor) -> Tensor:
     """This process's rows of a tensor of the whole's shape, as the shard that a parameter is; others have theirs."""
     spec, own = parameter._spec, parameter._local_tensor  # type: ignore[attr-defined]
-    rank, num_rows = spec.mesh.get_local_rank(), -(-parameter.shape[0] // spec.mesh.size())
+    last = spec.mesh.ndim - 1
+    rank, num_rows = spec.mesh.get_local_rank(last), -(-parameter.shape[0] // spec.mesh.size(last))
     kind = sys.modules["torch.distributed.tensor"].DTensor  # type: ignore[attr-defined]
     rows = value.detach()[rank * num_rows : rank * num_rows + own.shape[0]].to(own.device, copy=True)
     shape, stride = parameter.shape, parameter.stride()

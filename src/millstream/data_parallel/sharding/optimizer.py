@@ -247,8 +247,8 @@ def full_state_dict(optimizer: Optimizer, *, timeout: float | None = None) -> di
     """The whole state of an optimizer that ``ms.step(shard_optimizer=True)`` has divided between processes.
 
     All processes call it at once, and each gets all of it, on the host, as ``optimizer.state_dict()`` gives it without
-    ``shard_optimizer``: to save it in one process, and load it by ``load_state_dict`` in any number of them. Of an
-    optimizer that is not divided it is ``state_dict()``.
+    ``shard_optimizer``: to save it in one process, and load it by ``load_state_dict`` in any number of them. That of
+    an optimizer of shards, as with ``shard_parameters=True``, likewise; of another one it is ``state_dict()``.
 
     Args:
         optimizer: The user's.
@@ -261,7 +261,9 @@ def full_state_dict(optimizer: Optimizer, *, timeout: float | None = None) -> di
     if sharding is None:
         told = optimizer.state_dict()
         entries = told["state"].items()
-        whole = {index: {key: _whole(value) for key, value in entry.items()} for index, entry in entries}
+        if not any(is_shard(value) for _, entry in entries for value in entry.values()):
+            return told
+        whole = {index: {key: _on_host(whole_of(value)) for key, value in entry.items()} for index, entry in entries}
         return {**told, "state": whole}
     if timeout is not None and not timeout > 0:
         raise ArgumentError(f"timeout={timeout!r} is no number of seconds; give a positive one, or None.")
@@ -272,11 +274,6 @@ def full_state_dict(optimizer: Optimizer, *, timeout: float | None = None) -> di
 def _numbered(optimizer: Optimizer) -> Iterator[tuple[int, Tensor]]:
     """Parameters with their numbers in a ``state_dict``."""
     return enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _whole(value: Any) -> Any:
-    """A value of a state; of a shard the whole, on the host."""
-    return whole_of(value).cpu() if is_shard(value) else value
 
 
 def _on_host(value: Any) -> Any:

@@ -23,11 +23,12 @@ from millstream._torch.distributed.fully_sharded import (
     parameters_of,
     precision_of,
     processes_of,
+    replicas_of,
 )
 from millstream._torch.tensors import FakeTensor
 from millstream.data_parallel.agreement import agreement_of, compare_over
 from millstream.data_parallel.buckets import Bucket
-from millstream.data_parallel.exchange import Exchange, Sent, gather_parts, scatter_parts
+from millstream.data_parallel.exchange import Exchange, Sent, gather_parts, scatter_parts, sum_over
 from millstream.data_parallel.sharding.norms import Norms
 from millstream.data_parallel.sharding.shard_layout import lay_out
 
@@ -42,7 +43,8 @@ class Unit:
         module: As given.
         name: For people.
         parameters: Those that are gathered for it.
-        group: The processes; ``None`` where it has no parameters of its own.
+        group: The processes that parameters are divided between; ``None`` where it has none of its own.
+        replicas: Those that have the same rows as this one; ``None`` where no others do.
         precision: In which dtypes it computes.
         device: Where.
         gathers_again: Whether parameters are gathered anew for the backward pass.
@@ -51,18 +53,25 @@ class Unit:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.name = module, type(module).__name__.removeprefix("FSDP")
         self.parameters: list[ShardedParameter] = parameters_of(module)
-        self.group = processes_of(module)
+        self.group, self.replicas = processes_of(module), replicas_of(module)
         self.precision: Precision = precision_of(module)
         self.device = device_of(module)
         self.gathers_again = gathers_again(module)
         if self.parameters:
             self.name = f"{self.name} ({self.parameters[0].name}{', ...' if len(self.parameters) > 1 else ''})"
         self._agreement, self.norms = None, None
+        if self.processes is not None and dist.get_world_size(self.processes) > 1:
+            self._agreement = agreement_of(self.processes, on_gpu=self.device.type == "cuda")
         if self.group is not None and self.size > 1:
-            self._agreement = agreement_of(self.group, on_gpu=self.device.type == "cuda")
             self.norms = Norms(self.name, self.group, self._agreement)
         self._gathers: dict[int, Exchange] = {}
         self._scatters: dict[tuple[int, tuple[int, ...]], Exchange] = {}
+        self._sums: dict[tuple[int, tuple[int, ...]], Exchange] = {}
+
+    @property
+    def processes(self) -> Any:
+        """All that train the model: those that parameters are divided between, and their replicas."""
+        return self.group if self.replicas is None else dist.group.WORLD
 
     @property
     def rank(self) -> int:
@@ -71,7 +80,7 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """How many processes parameters are divided between."""
         return dist.get_world_size(self.group)
 
     def told(self) -> list[str]:
@@ -124,12 +133,15 @@ class Unit:
         if key not in self._scatters:
             self._scatters[key] = self._make_scatter(dtype, positions, time)
         exchange = self._scatters[key]
-        found = [gradients[each] for each in positions]
+        found, num_processes = [gradients[each] for each in positions], dist.get_world_size(self.processes)
         values = [
-            torch.zeros(part.shape, dtype=dtype, device=self.device) if each is None else each.to(dtype) / self.size
+            torch.zeros(part.shape, dtype=dtype, device=self.device) if each is None else each.to(dtype) / num_processes
             for each, part in zip(found, exchange.sent, strict=True)
         ]
-        there = zip(positions, self._perform(exchange, values), found, strict=True)
+        results = self._perform(exchange, values)
+        if self.replicas is not None:
+            results = self._sum(results, key)
+        there = zip(positions, results, found, strict=True)
         return {position: result for position, result, gradient in there if gradient is not None}
 
     def _make_scatter(self, dtype: torch.dtype, positions: tuple[int, ...], time: int) -> Exchange:
@@ -145,6 +157,21 @@ class Unit:
             own=layout.num_own,
         )
 
+    def _sum(self, rows: list[Tensor], key: tuple[int, tuple[int, ...]]) -> list[Tensor]:
+        """Sums over replicas, of this process's rows."""
+        if key not in self._sums:
+            layout = lay_out([self.parameters[each].shape for each in key[1]], rows[0].dtype.itemsize, self.size)
+            again = f", time {key[0] + 1}" if key[0] else ""
+            self._sums[key] = self._exchange(
+                [each.to("meta") for each in rows],
+                [each.own for each in layout.rows],
+                layout.num_own,
+                sum_over,
+                f"gradients of {self.name} between replicas{again}",
+                group=self.replicas,
+            )
+        return self._perform(self._sums[key], rows)
+
     def _perform(self, exchange: Exchange, values: list[Tensor]) -> list[Tensor]:
         results: list[Tensor] = EXCHANGE(values, exchange.key)
         if not isinstance(results[0], FakeTensor):
@@ -158,13 +185,14 @@ class Unit:
         num_elements: int,
         over: Callable[..., Any],
         label: str,
+        group: dist.ProcessGroup | None = None,
         **how: Any,
     ) -> Exchange:
         assert self.group is not None
         return Exchange(
             Bucket(tuple(range(len(like))), tuple(offsets), num_elements),
             like,
-            self.group,
+            group or self.group,
             over,
             label,
             device=self.device,
@@ -201,8 +229,8 @@ def agree(module: nn.Module) -> None:
     if not is_ready(module):
         make_ready(module)
     made = [Unit(each) for each in fully_sharded_modules([module]) if not is_known(each)]
-    groups = {id(unit.group): unit.group for unit in made if unit.group is not None}
+    groups = {id(unit.processes): unit.processes for unit in made if unit.processes is not None}
     for group in groups.values():
-        told = [each for unit in made if unit.group is group for each in unit.told()]
+        told = [each for unit in made if unit.processes is group for each in unit.told()]
         compare_over(group, type(module).__name__, told, "All must shard the same model in the same way.")
     _units.update((unit.module, unit) for unit in made)

@@ -53,13 +53,15 @@ def choose_communicator(
 
     Args:
         agreement: Of the processes.
-        exchanges: The collectives, all of one group. What their own memory holds is lost.
+        exchanges: The collectives; those of several groups stay where they are. What their own memory holds is lost.
         trials: Time the step on a communicator; ``None`` where nothing is timed.
         noted: What another run has chosen; the first process's counts.
 
     Raises:
         DataParallelError: A process is gone.
     """
+    if len({id(each.group) for each in exchanges}) > 1:
+        return Settled(None, "collectives on the process groups themselves, which are several")
     group, device = exchanges[0].group, exchanges[0].memory.device
     known = communicators_of(group)
     wanted, noted = json.loads(agreement.board.share(json.dumps([communicator_wanted(), noted]).encode(), WHAT))
