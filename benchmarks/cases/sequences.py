@@ -13,6 +13,8 @@ class Decoder(nn.Module):
     """A small GPT that continues prompts in one loop, with a cache of fixed length, until all have met the end token.
 
     What is drawn is multiplied by a buffer that is zero here, so that all sides sample the same; no compiler knows.
+    Each token has one that is far likelier than others to come next, as after training, so that rounding changes none.
+    Scores are returned, which show the text and what the layers make of it.
     """
 
     def __init__(self, vocab: int, width: int, heads: int, depth: int, length: int) -> None:
@@ -25,11 +27,13 @@ class Decoder(nn.Module):
         self.wide = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
         self.narrow = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
         self.last, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=False)
+        nn.init.normal_(self.tokens.weight)
+        self.head.weight.data = self.tokens.weight.data.roll(1, 0) * width**-0.5
         self.register_buffer("heat", torch.zeros(()))
         self.register_buffer("end", torch.tensor(-1))  # which is never met here
 
     def forward(self, prompt: Tensor) -> Tensor:
-        """Prompts of (batch, tokens), each continued to ``length``."""
+        """Scores of (batch, length): of each token of prompts of (batch, tokens), continued to ``length``."""
         batch, given = prompt.shape
         shape = len(self.mixed), batch, self.heads, self.length, self.head.in_features // self.heads
         keys = self.head.weight.new_zeros(shape)
@@ -39,16 +43,19 @@ class Decoder(nn.Module):
         def goes_on(place: Tensor, token: Tensor, *_: Tensor) -> Tensor:
             return (place < self.length - 1) & (token != self.end).any()
 
-        def turn(place: Tensor, token: Tensor, text: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        def turn(
+            place: Tensor, token: Tensor, text: Tensor, told: Tensor, keys: Tensor, values: Tensor
+        ) -> tuple[Tensor, ...]:
             scores, keys, values = self._step(place, token, keys, values)
             noise = -(-torch.rand_like(scores).clamp_min(1e-20).log()).clamp_min(1e-20).log()
             new = (scores + self.heat * noise).argmax(-1)
             here = place.view(1) + 1
             new = torch.where(here < given, text.index_select(1, here).squeeze(1), new)
-            return place + 1, new, text.index_copy(1, here, new.unsqueeze(1)), keys, values
+            told = told.index_copy(1, here, scores.gather(1, new.unsqueeze(1)))
+            return place + 1, new, text.index_copy(1, here, new.unsqueeze(1)), told, keys, values
 
-        carried = start, prompt[:, 0].clone(), text, keys, keys.clone()
-        return while_loop(goes_on, turn, carried)[2].to(keys.dtype)
+        carried = start, prompt[:, 0].clone(), text, keys.new_zeros(text.shape), keys, keys.clone()
+        return while_loop(goes_on, turn, carried)[3]
 
     def _step(self, place: Tensor, token: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scores of the next token, and the caches with this one."""
