@@ -24,6 +24,9 @@ from hypothesis import settings
 from millstream._torch.modes import switches
 from millstream.signals import MARKED
 from tests.clocks import HANG_S
+from tests.linker import use_quick_linker
+
+use_quick_linker()
 
 # pytest listens to loggers that do not propagate: PyTorch would write down each graph for it, in half of Dynamo's time.
 logging.root.manager.loggerDict.pop("torch.__trace", None)
