@@ -19,7 +19,7 @@ import millstream as ms
 from millstream._torch.distributed.fully_sharded import is_shard, whole_of
 from millstream.check import check_plan
 from millstream.cost import Roofline
-from millstream.data_parallel.sharding import divide
+from millstream.data_parallel.sharding import divide, unit_part
 from millstream.graph import Free, Launch
 from millstream.schedule import plan_graph
 from millstream.testing import move_step
@@ -184,6 +184,10 @@ KINDS = {
 }
 
 COMPILED = ("clipping", "tied")
+APART = ("tied", "replicas")
+"""Each of the root's parameters is gathered and reduced by itself."""
+NUM_EXCHANGES = {"sgd": 3 * 2 + 2, "tied": 3 * 2 + 2 * 3, "replicas": 3 * 2 + 2 * 3 + 5}
+"""Of a step: parameters of two blocks, twice, and their gradients; those of the root or its parts; sums of replicas."""
 
 
 def make(kind, hows=None):
@@ -214,7 +218,9 @@ def same_as_eager(rank, kind, num_steps):
     is_compiled = kind in COMPILED or checks.DEVICE.type == "cuda"
     captured = ms.step(our_step, strict=True) if is_compiled else interpreted(our_step)
     tolerance = {"rtol": 2e-2, "atol": 2e-3} if kind == "mixed precision" else {"rtol": 1e-4, "atol": 1e-5}
-    expected, results = (train(step, batches(rank, num_steps)) for step in (their_step, captured))
+    own_part_bytes = 0 if kind in APART else unit_part.OWN_PART_BYTES
+    with mock.patch.object(unit_part, "OWN_PART_BYTES", own_part_bytes):
+        expected, results = (train(step, batches(rank, num_steps)) for step in (their_step, captured))
     torch.testing.assert_close(results, expected, **tolerance)
     assert_alike(ours, theirs, **tolerance)
     (graph,) = captured.graphs

@@ -38,6 +38,7 @@ from millstream._torch.distributed.fully_sharded import (
     why_not_sharded_by_us,
 )
 from millstream._torch.tensors import FakeTensor, storage_id
+from millstream.data_parallel.sharding.unit_part import UnitPart
 from millstream.data_parallel.sharding.units import Unit, is_known, unit_of, units
 from millstream.errors import DataParallelError
 
@@ -64,10 +65,10 @@ class ShardedRun:
 
     def __init__(self, rows: Callable[[Tensor], Tensor], prepare: Callable[[nn.Module], None]) -> None:
         self._rows, self._prepare = rows, prepare
-        self._times: Counter[tuple[str, Unit]] = Counter()
+        self._times: Counter[tuple[str, Unit | UnitPart]] = Counter()
         self._open: list[tuple[nn.Module, list[tuple[ShardedParameter, Tensor]], SavedTensors | None]] = []
-        self._again: dict[Unit, list[Tensor]] = {}  # whole parameters within a backward pass
-        self._wanted: list[tuple[Unit, object]] = []  # what one will ask for, with its forward pass
+        self._again: dict[UnitPart, list[Tensor]] = {}  # whole parameters within a backward pass
+        self._wanted: list[tuple[UnitPart, object]] = []  # what one will ask for, with its forward pass
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather a module's parameters, and have it compute with them."""
@@ -86,16 +87,16 @@ class ShardedRun:
         """Have a module compute with whole parameters, which autograd may save or not."""
         held: list[tuple[ShardedParameter, Tensor]] = []
         saved = None
-        if unit.parameters and not self._is_open(unit):
-            shards = [each.tensor for each in unit.parameters]
+        for part in () if self._is_open(unit) else unit.parts:
+            shards = [each.tensor for each in part.parameters]
             positions = tuple(index for index, each in enumerate(shards) if each.requires_grad)
-            wholes = _Gather.apply(self, unit, positions, *map(self._rows, shards))  # type: ignore[no-untyped-call]
-            held = [*zip(unit.parameters, shards, strict=True)]
-            for parameter, whole in zip(unit.parameters, wholes, strict=True):
+            wholes = _Gather.apply(self, part, positions, *map(self._rows, shards))  # type: ignore[no-untyped-call]
+            held += zip(part.parameters, shards, strict=True)
+            for parameter, whole in zip(part.parameters, wholes, strict=True):
                 for place in parameter.places:
                     set_parameter(place, whole)
-            if not saves:
-                saved = self._save_none_of(unit, wholes)
+            if not saves:  # of one part, where parameters are gathered again
+                saved = self._save_none_of(part, wholes)
         self._open.append((unit.module, held, saved))
 
     def _is_open(self, unit: Unit) -> bool:
@@ -166,8 +167,9 @@ class ShardedRun:
             DataParallelError: Not all are divided between the same processes.
         """
         models = {id(model_of(unit.module)) for unit in shards.values()}
-        known = [unit for unit in units() if unit.parameters and id(model_of(unit.module)) in models]
-        if len({tuple(dist.get_process_group_ranks(unit.group)) for unit in known}) > 1:  # type: ignore[arg-type]
+        known = [unit for unit in units() if unit.parts and id(model_of(unit.module)) in models]
+        divisions = [unit.division for unit in known if unit.division is not None]
+        if len({tuple(dist.get_process_group_ranks(each.group)) for each in divisions}) > 1:
             raise DataParallelError("Gradients that different processes divide are clipped together; clip each alone.")
         own = [local_of(each) for each in gradients if id(each) in shards and local_of(each).numel()]
         others = [each for each in gradients if id(each) not in shards]
@@ -184,28 +186,30 @@ class ShardedRun:
 
     # --- what travels -------------------------------------------------------------------------------------------------
 
-    def gather(self, unit: Unit, shards: Sequence[Tensor]) -> list[Tensor]:
+    def gather(self, part: UnitPart, shards: Sequence[Tensor]) -> list[Tensor]:
         """Whole parameters; within a backward pass those that it has gathered before."""
         is_within = current_backward_pass() != -1
-        if is_within and unit in self._again:
-            return self._again[unit]
-        self._times["gather", unit] += 1
-        wholes = unit.gather(shards, self._times["gather", unit] - 1)
+        if is_within and part in self._again:
+            return self._again[part]
+        self._times["gather", part] += 1
+        wholes = part.gather(shards, self._times["gather", part] - 1)
         if is_within:
-            self._again[unit] = wholes
+            self._again[part] = wholes
             after_backward(self._again.clear)
         return wholes
 
-    def scatter(self, unit: Unit, gradients: Sequence[Tensor | None], positions: tuple[int, ...]) -> dict[int, Tensor]:
+    def scatter(
+        self, part: UnitPart, gradients: Sequence[Tensor | None], positions: tuple[int, ...]
+    ) -> dict[int, Tensor]:
         """The mean of gradients, in this process's rows; whole parameters are needed no more."""
-        self._again.pop(unit, None)
-        self._times["scatter", unit] += 1
-        return unit.scatter(gradients, positions, self._times["scatter", unit] - 1)
+        self._again.pop(part, None)
+        self._times["scatter", part] += 1
+        return part.scatter(gradients, positions, self._times["scatter", part] - 1)
 
-    def _save_none_of(self, unit: Unit, wholes: Sequence[Tensor]) -> SavedTensors:
+    def _save_none_of(self, part: UnitPart, wholes: Sequence[Tensor]) -> SavedTensors:
         """Have autograd save no whole parameter from here on, but how to get it again."""
         index_of = {storage_id(whole): index for index, whole in enumerate(wholes)}
-        this = unit, object()
+        this = part, object()
 
         def pack(tensor: Tensor) -> Any:
             index = index_of.get(storage_id(tensor))
@@ -226,10 +230,10 @@ class ShardedRun:
 
         return SavedTensors(pack, unpack)
 
-    def _gather_again(self, wanted: tuple[Unit, object]) -> list[Tensor]:
+    def _gather_again(self, wanted: tuple[UnitPart, object]) -> list[Tensor]:
         """Whole parameters in a backward pass; those that it will ask for next travel meanwhile."""
-        unit, _ = wanted
-        ahead: list[Unit] = []
+        part, _ = wanted
+        ahead: list[UnitPart] = []
         if wanted in self._wanted:
             position = self._wanted.index(wanted)
             ahead = [each for each, _ in self._wanted[:position][-1:]]
@@ -237,7 +241,7 @@ class ShardedRun:
         with torch.no_grad():
             wholes, *_ = [
                 self.gather(each, [self._rows(parameter.tensor) for parameter in each.parameters])
-                for each in [unit, *ahead]
+                for each in [part, *ahead]
             ]
         return wholes
 
@@ -245,11 +249,11 @@ class ShardedRun:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, run: ShardedRun, unit: Unit, positions: tuple[int, ...], *shards: Tensor
+        ctx: Any, run: ShardedRun, part: UnitPart, positions: tuple[int, ...], *shards: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.run, ctx.unit, ctx.positions = run, unit, positions
+        ctx.run, ctx.part, ctx.positions = run, part, positions
         ctx.set_materialize_grads(False)
-        wholes = run.gather(unit, shards)
+        wholes = run.gather(part, shards)
         ctx.mark_non_differentiable(*(whole for index, whole in enumerate(wholes) if index not in positions))
         return tuple(wholes)
 
@@ -257,7 +261,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         if all(each is None for each in gradients):
             return (None,) * (3 + len(gradients))
-        reduced = ctx.run.scatter(ctx.unit, gradients, ctx.positions)
-        dtypes = [parameter.tensor.dtype for parameter in ctx.unit.parameters]
+        reduced = ctx.run.scatter(ctx.part, gradients, ctx.positions)
+        dtypes = [parameter.tensor.dtype for parameter in ctx.part.parameters]
         results = (reduced[index].to(dtypes[index]) if index in reduced else None for index in range(len(gradients)))
         return None, None, None, *results
