@@ -160,7 +160,7 @@ def _names_of(kind: type) -> tuple[str, ...]:
 _OF_ANY = frozenset(
     """
     __annotations__ __annotate__ __annotations_cache__ __dict__ __doc__ __firstlineno__ __module__ __qualname__
-    __slots__ __static_attributes__ __weakref__ __abstractmethods__ __parameters__ __orig_bases__
+    __slots__ __slotnames__ __static_attributes__ __weakref__ __abstractmethods__ __parameters__ __orig_bases__
     """.split()
 )
 """What classes have that says nothing of how their objects behave, some of which comes and goes."""
