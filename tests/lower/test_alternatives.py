@@ -8,8 +8,9 @@ from torch._inductor.lowering import lowerings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from millstream.kernels import registry
 from millstream.lower.alternatives import products, table
-from millstream.lower.alternatives.alternative import Alternative, name_product
+from millstream.lower.alternatives.alternative import WHOLE, Alternative, name_product
 from tests.lower.inductor.texts import pretended_gpu
 
 aten = torch.ops.aten
@@ -83,3 +84,8 @@ def test_options_are_inductors(alternative: Alternative):
         assert options == {}
     with table.options_of(frozenset({(alternative.name, "product 1 x 1 x 1 float32")})) as options:
         assert options == alternative.options
+
+
+def test_libraries_leave_what_alternatives_chose_to_our_kernels():
+    with table.options_of(frozenset({("library-kernels", WHOLE)})):
+        assert [each.name for each in registry.families()] == [registry.ROWS]

@@ -61,7 +61,7 @@ ALTERNATIVES: tuple[Alternative, ...] = (
         "library-kernels",
         "convolutions and linear layers are libraries' where kernels of our own compute them",
         _with_own_kernels,
-        without=(registry.SWITCH,),
+        without=tuple(each.name for each in registry.FAMILIES if each.name != registry.ROWS),  # which others choose
     ),
 )
 
