@@ -129,25 +129,25 @@ def prefetch(request):
 
 @pytest.mark.parametrize("mood", MOODS)
 def test_kernels_see_the_right_bytes_whenever_they_run(virtual_feed, mood, prefetch):
-    for seed in range(60):
+    for seed in range(30):
         assert run_once(virtual_feed, seed, mood, prefetch=prefetch), seed
 
 
 @pytest.mark.parametrize("mood", MOODS)
 def test_also_when_the_consumer_changes_streams(virtual_feed, mood, prefetch):
-    for seed in range(60):
+    for seed in range(30):
         assert run_once(virtual_feed, seed, mood, prefetch=prefetch, switch=True, keep=0.5), seed
 
 
 @pytest.mark.parametrize("mood", MOODS)
 def test_also_when_the_loop_is_left_early(virtual_feed, mood, prefetch):
-    for seed in range(60):
+    for seed in range(30):
         assert run_once(virtual_feed, seed, mood, prefetch=prefetch, stop_after=seed % 4), seed
 
 
 @pytest.mark.parametrize("mood", MOODS)
 def test_also_in_passes_that_take_over_the_slots_of_others(virtual_feed, mood, prefetch):
-    for seed in range(40):
+    for seed in range(24):
         options = {"switch": seed % 2, "keep": 0.4, "stop_after": (None, seed % 4)[seed % 3 == 0]}
         assert run_once(virtual_feed, seed, mood, prefetch=prefetch, num_whole=1 + seed % 3, **options), seed
 

@@ -113,15 +113,12 @@ def scaled(ddp, optimizer):
 
 KINDS = {
     "sgd": (plain, sgd, {}, {}),
-    "adamw": (plain, adamw, {}, {}),
     "clipping": (clipping, adamw, {}, {}),
     "accumulation": (accumulating, sgd, {}, {}),
-    "tied": (plain, sgd, {"tied": True}, {}),
+    "tied": (plain, sgd, {"tied": True}, {"gradient_as_bucket_view": True, "broadcast_buffers": False}),
     "unused": (plain, adamw, {"unused": True}, {"static_graph": True}),
     "scaler": (scaled, sgd, {}, {}),
     "small buckets": (plain, sgd, {}, {"bucket_cap_mb": 1e-4}),
-    "bucket views": (plain, sgd, {}, {"gradient_as_bucket_view": True}),
-    "own buffers": (plain, sgd, {}, {"broadcast_buffers": False}),
     "finds unused": (plain, adamw, {}, {"find_unused_parameters": True}),
 }
 

@@ -9,7 +9,7 @@ from tests.parallel import checks
 
 @pytest.mark.parametrize("kind", checks.KINDS)
 def test_training_is_as_with_ddp(pair, kind):
-    digests = pair.run(checks.same_as_ddp, kind, 50)
+    digests = pair.run(checks.same_as_ddp, kind, 20)
     assert digests[0] == digests[1]
 
 

@@ -288,7 +288,7 @@ def test_a_step_gives_the_same_bits_and_has_the_same_kernels(monkeypatch, taken)
         monkeypatch.setenv("MILLSTREAM_WITHOUT", without)
         torch.manual_seed(0)
         sources.clear()
-        model = nn.Sequential(*(Layer(24) for _ in range(3)))
+        model = nn.Sequential(*(Layer(24) for _ in range(2)))
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
         @ms.step(strict=True)
