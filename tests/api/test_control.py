@@ -395,8 +395,7 @@ def written(flow, x, total, counts):
 
 @torch.no_grad()
 @pytest.mark.skipif(not WRITES, reason="PyTorch refuses it")
-@pytest.mark.parametrize("wrap", [ms.step, ms.compile])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "wrap"), [*zip(ENGINES, [ms.step, ms.compile], strict=True)])
 def test_functions_write_tensors(engine, wrap, lowered_once):
     runs = []
     captured = wrap(written, engine=engine, strict=True)

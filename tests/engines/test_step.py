@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import millstream as ms
-from millstream.api import executables
 from millstream.errors import CaptureError
 from tests import networks
 
@@ -65,15 +64,6 @@ def assert_trained_alike(sides, losses, tolerance=TOLERANCE):
     networks.assert_close(list(model.state_dict().values()), list(twin.state_dict().values()), tolerance)
     networks.assert_close(networks.optimizer_state(optimizer), networks.optimizer_state(other), tolerance)
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("kind", networks.ALL)
-def test_networks_train_as_in_eager(kind):
-    captured, sides, losses = train(kind, OPTIMIZERS["momentum"], 20)
-    assert_trained_alike(sides, losses)
-    (executable,) = executables(captured)
-    assert executable.name == "serial"
-    assert not captured.fallbacks
 
 
 def test_optimizers_train_as_in_eager():

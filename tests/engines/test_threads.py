@@ -29,7 +29,7 @@ from millstream.schedule import assign_offsets, plan_graph
 from millstream.schedule.choose import Rules
 from tests import networks
 from tests.clocks import HANG_S
-from tests.engines.test_step import OPTIMIZERS, train
+from tests.engines.test_step import OPTIMIZERS, assert_trained_alike, train
 from tests.networks import lowered
 
 pytestmark = pytest.mark.usefixtures("lowered_once")
@@ -95,7 +95,10 @@ def test_training_steps_give_the_bits_of_the_serial_engine(kind):
     for engine in ("serial", "threads"):
         torch.manual_seed(5)
         torch._dynamo.reset()
-        captured, ((model, optimizer, _), _), losses = train(kind, OPTIMIZERS["momentum"], 6, engine=engine)
+        captured, sides, losses = train(kind, OPTIMIZERS["momentum"], 6, engine=engine)
+        assert_trained_alike(sides, losses)
+        assert not captured.fallbacks
+        model, optimizer, _ = sides[0]
         runs.append((losses[0], list(model.state_dict().values()), networks.optimizer_state(optimizer)))
     (executable,) = executables(captured)
     assert (executable.name, executable.num_streams) == ("threads", 2)

@@ -31,8 +31,14 @@ def leaves(results):
     return results if isinstance(results, tuple) else (results,)
 
 
-@pytest.mark.parametrize("image_layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("layout", "image_layout"),
+    [
+        (torch.contiguous_format, torch.contiguous_format),
+        (torch.contiguous_format, torch.channels_last),
+        (torch.channels_last, torch.contiguous_format),
+    ],
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_strides_are_those_of_eager(own_kernels, name, layout, image_layout):
     torch.manual_seed(0)

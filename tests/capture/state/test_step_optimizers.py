@@ -52,8 +52,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("beta", [0.999, 0.99999])
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "RAdam"])
+@pytest.mark.parametrize(("kind", "beta"), [("Adam", 0.999), ("AdamW", 0.99999), ("RAdam", 0.99999)])
 def test_corrections_of_bias_are_as_exact_as_in_eager_mode(kind, beta):
     """Their counts are in single precision, too little of which is left of ``1 - beta ** step``."""
 

