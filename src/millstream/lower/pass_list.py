@@ -11,7 +11,16 @@ from millstream.errors import did_you_mean
 from millstream.kernels import registry
 from millstream.lower import workarounds
 from millstream.lower.alternatives.table import ALTERNATIVES
-from millstream.passes import cleanup, gradients, micro_batches, pure_bodies, rolling, seeded_bodies, selecting
+from millstream.passes import (
+    cleanup,
+    gradients,
+    joint_norms,
+    micro_batches,
+    pure_bodies,
+    rolling,
+    seeded_bodies,
+    selecting,
+)
 from millstream.passes.graph_pass import Pass
 
 PASSES: tuple[Pass[..., Any], ...] = (
@@ -25,6 +34,7 @@ PASSES: tuple[Pass[..., Any], ...] = (
     cleanup.let_views_copy,
     cleanup.drop_unused_inputs,
     gradients.split_gradients,
+    joint_norms.join_norms,
     rolling.roll_loops,  # of a step; of other graphs, and of what was changed in place, before Inductor
     seeded_bodies.seed_bodies,  # of a model's graph, before autograd
     # before autograd, and the graph of forward and backward: what PyTorch gets wrong

@@ -14,7 +14,7 @@ from millstream.capture.step.graph import STATE_NAMES
 from millstream.errors import ArgumentError, CaptureError, EmptyCaptureError, MillstreamError
 from millstream.lower import Cutting, Lowered, LoweredForSizes, Segments, compile_graph, describe_failure
 from millstream.lower.kept import ProgramFile
-from millstream.passes import split_gradients
+from millstream.passes import join_norms, split_gradients
 
 Runner = Callable[[list[Any]], list[Any]]
 
@@ -98,7 +98,7 @@ class StepProgram:
         if all(node.op in ("placeholder", "output") for node in gm.graph.nodes):
             raise EmptyCaptureError("The step computes nothing with tensors.", remedy="Run it without ms.step.")
         names = gm.meta.get(STATE_NAMES, ())
-        gm = split_gradients(gm)
+        gm = join_norms(split_gradients(gm))
         self._run = compile_graph(
             gm,
             inputs,
