@@ -32,6 +32,10 @@ use_quick_linker()
 logging.root.manager.loggerDict.pop("torch.__trace", None)
 # Dynamo empties the processor's caches to time the guards of each graph, for a log: 30 ms each.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+# A seed for devices that there are not is kept for later with the text of its whole stack, a millisecond each.
+for _of_device in (torch.cuda.random, torch.xpu.random, torch.mtia):
+    if not torch.accelerator.is_available():
+        _of_device._lazy_call = lambda *_, **__: None
 
 settings.register_profile("dev", deadline=None)  # two shared cores: time says nothing about a property
 settings.register_profile("ci", deadline=None, derandomize=True)
