@@ -1,8 +1,9 @@
 """What the nodes of a graph return is kept as AOT autograd has found it.
 
-Inductor has the graph that it is given run once more with fake tensors, because its passes have changed some nodes.
+AOT autograd notes a copy of each value, and Inductor has the graph that it is given run once more with fake tensors,
+because its passes have changed some nodes.
 
-Private APIs of Inductor's compiler; tried on torch 2.11 and 2.13.
+Private APIs of AOT autograd and of Inductor's compiler; tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd import graph_capture
 from torch._inductor import compile_fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -34,12 +38,19 @@ def values_kept() -> Iterator[None]:
 
     A node keeps its value where it calls what it called, with the same numbers, and with nodes that keep theirs. Where
     it is run, it keeps its value if the new one has the same form and lies in the same memory.
+
+    In AOT autograd's graph nothing is changed in place, so that values keep their form: they are noted themselves.
     """
     if is_off("shortcuts"):
         yield
         return
+    create = graph_capture._create_graph
     run_passes, run_node = compile_fx._recursive_joint_graph_passes, FakeTensorProp.run_node
     kept: WeakKeyDictionary[FakeTensorProp, dict[int, fx.Node]] = WeakKeyDictionary()
+
+    def create_without_copies(*args: Any, **kwargs: Any) -> Any:
+        with _without_copies():
+            return create(*args, **kwargs)
 
     def note_and_run_passes(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         _note(gm.graph)
@@ -60,9 +71,24 @@ def values_kept() -> Iterator[None]:
         return result if n.op == "get_attr" else before
 
     with (
+        replaced(graph_capture, "_create_graph", create_without_copies),
         replaced(compile_fx, "_recursive_joint_graph_passes", note_and_run_passes),
         replaced(FakeTensorProp, "run_node", run_if_changed),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_copies() -> Iterator[None]:
+    """Let a trace note values themselves, but for those that know more than their form, and on this thread alone."""
+    copy, thread = proxy_tensor.snapshot_fake, get_ident()
+
+    def copy_if_needed(val: torch.Tensor, include_real: bool = False) -> Any:
+        if type(val) is not FakeTensor or include_real or val.requires_grad or get_ident() != thread:
+            return copy(val, include_real)
+        return val if val.constant is val.real_tensor is None else copy(val)
+
+    with replaced(proxy_tensor, "snapshot_fake", copy_if_needed):
         yield
 
 
