@@ -37,8 +37,9 @@ for _of_device in (torch.cuda.random, torch.xpu.random, torch.mtia):
     if not torch.accelerator.is_available():
         _of_device._lazy_call = lambda *_, **__: None
 
-settings.register_profile("dev", deadline=None)  # two shared cores: time says nothing about a property
-settings.register_profile("ci", deadline=None, derandomize=True)
+# Two shared cores: time says nothing about a property.
+settings.register_profile("dev", deadline=None, max_examples=50)
+settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

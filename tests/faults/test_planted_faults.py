@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.check import LifetimeFault, check_plan, find_lifetime_errors, find_races
@@ -93,6 +93,7 @@ def test_every_free_issued_early():
             assert_agrees(broken)
 
 
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     num_kernels=st.integers(10, 40),
@@ -117,6 +118,7 @@ def test_random_mutations(seed, num_kernels, num_streams, data):
     assert_agrees(plan)
 
 
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), num_streams=st.integers(1, 6))
 def test_happens_before_is_the_transitive_closure(seed, num_streams):
     plan = make_plan(seed, 15, num_streams)

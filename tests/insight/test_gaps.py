@@ -29,7 +29,7 @@ from tests.insight.virtual import (
     span_at,
 )
 
-EXAMPLES = int(os.environ.get("MILLSTREAM_FUZZ", "200"))
+EXAMPLES = int(os.environ.get("MILLSTREAM_FUZZ", "100"))
 MS = 1_000_000
 DEVICE_CAUSES = {Cause.GRAPH_TAIL, Cause.STREAM_WAIT, Cause.DEVICE_GAP, Cause.UNKNOWN}
 
