@@ -24,7 +24,7 @@ help: ## show the targets
 run: $(SETUP) ## train a character LSTM, eager and as one graph in turn; prints both speeds (a minute on two cores)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON) examples/char_rnn.py
 
-test: $(SETUP) ## the tests that need no GPU, without the slow ones (13 to 20 minutes on two cores)
+test: $(SETUP) ## the tests that need no GPU, without the slow ones (15 to 22 minutes on two cores)
 	$(PYTHON) -m pytest -m "not gpu and not slow" -n auto --maxprocesses 8 --dist worksteal
 
 slow: $(SETUP) ## the tests in tests/slow.txt: whole examples, large networks, many processes (12 minutes on two cores)

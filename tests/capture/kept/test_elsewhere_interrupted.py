@@ -19,7 +19,7 @@ from millstream.capture.kept import elsewhere
 from millstream.lower.kept.program_files import ProgramFile
 from tests.processes import bring_compiled_code
 
-RUNS, CALLS = int(os.environ.get("MILLSTREAM_FUZZ", "5")), 100
+RUNS, CALLS = int(os.environ.get("MILLSTREAM_FUZZ", "8")), 100
 
 
 @pytest.fixture(scope="module", autouse=True)

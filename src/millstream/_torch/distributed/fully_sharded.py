@@ -150,7 +150,8 @@ def _why_not_group(group: Any) -> str:
     owners = [module for each in parameters for module, _ in _places(each)]
     locals_of = [each.sharded_param._local_tensor for each in parameters]
     reasons = {
-        "a mesh that says not how to shard": type(group.mesh_info).__name__ not in ("FSDPMeshInfo", "HSDPMeshInfo"),
+        "a mesh with no dimension to shard over": type(group.mesh_info).__name__
+        not in ("FSDPMeshInfo", "HSDPMeshInfo"),
         "a mesh of two dimensions without all processes": _replicas(group) is not None
         and group.mesh_info.mesh.size() != dist.get_world_size(),
         "an offload policy": type(group.offload_policy).__name__ != "OffloadPolicy",

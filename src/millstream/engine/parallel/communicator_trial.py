@@ -61,7 +61,7 @@ def choose_communicator(
         DataParallelError: A process is gone.
     """
     if len({id(each.group) for each in exchanges}) > 1:
-        return Settled(None, "collectives on the process groups themselves, which are several")
+        return Settled(None, "collectives on the process groups themselves, as there are several")
     group, device = exchanges[0].group, exchanges[0].memory.device
     known = communicators_of(group)
     wanted, noted = json.loads(agreement.board.share(json.dumps([communicator_wanted(), noted]).encode(), WHAT))
