@@ -7,9 +7,12 @@ runs from the moment that the list is made until it is gone: no other thread get
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 
@@ -21,6 +24,23 @@ def objects_of_types(kinds: Iterable[type]) -> list[Any]:
     found = list(itertools.chain(chosen, map(list.clear, last)))  # the list has these iterators in it: a cycle
     found.pop()  # what ``clear`` gave
     return found
+
+
+@contextlib.contextmanager
+def frames_of_threads() -> Iterator[dict[int, FrameType]]:
+    """Yield the innermost frame of each thread by its ident; theirs are found until the end of the context.
+
+    Before Python 3.12 a collection may begin when a frame becomes an object, other threads get a turn meanwhile, and
+    the frame that has ended by then is used nevertheless. So none begins within the context.
+    """
+    threshold = gc.get_threshold()[0] if sys.version_info < (3, 12) else 0
+    if threshold:
+        gc.set_threshold(0)
+    try:
+        yield sys._current_frames()
+    finally:
+        if threshold and not gc.get_threshold()[0]:  # nobody else has set one
+            gc.set_threshold(threshold)
 
 
 def instances(kinds: Iterable[type]) -> list[Any]:

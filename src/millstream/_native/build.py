@@ -20,7 +20,7 @@ PREBUILT = "core"
 PREBUILT_FILE = f"{PREBUILT}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 _SOURCES = {
-    "core": ("core", "conversions", "copies", "recorder"),
+    "core": ("core", "collector", "conversions", "copies", "recorder"),
     "tensors": ("tensors", "batches", "quick_guards", "switches"),
     "threads": ("threads",),
 }

@@ -2,6 +2,6 @@
 
 #include "module.h"
 
-extern PyMethodDef of_conversions[], of_copies[], of_recorder[];
+extern PyMethodDef of_collector[], of_conversions[], of_copies[], of_recorder[];
 
-PyMODINIT_FUNC PyInit_core() { return make_module("core", {of_conversions, of_copies, of_recorder}); }
+PyMODINIT_FUNC PyInit_core() { return make_module("core", {of_collector, of_conversions, of_copies, of_recorder}); }

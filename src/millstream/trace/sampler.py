@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import sys
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from millstream.heap import frames_of_threads
 from millstream.insight import Asleep, Sample, Site
 from millstream.trace.agenda import Agenda
 from millstream.trace.frames import RawStack, Stacks, is_between_instructions, sites_of
@@ -133,12 +133,12 @@ class Sampler:
             agenda.interval_ns = 1_000_000_000 // HERTZ if self.is_hurried else usual_ns
 
     def _look(self, mine: int, now: int, late_ns: int, held_ns: tuple[int, ...]) -> Look:
-        frames = sys._current_frames()
-        frames.pop(mine, None)
-        if len(frames) > MAX_THREADS:
-            main = threading.main_thread().ident
-            frames = dict(sorted(frames.items(), key=lambda item: item[0] != main)[:MAX_THREADS])
-        threads = [self._look_at(ident, frame, now) for ident, frame in frames.items()]
+        with frames_of_threads() as frames:
+            frames.pop(mine, None)
+            if len(frames) > MAX_THREADS:
+                main = threading.main_thread().ident
+                frames = dict(sorted(frames.items(), key=lambda item: item[0] != main)[:MAX_THREADS])
+            threads = [self._look_at(ident, frame, now) for ident, frame in frames.items()]
         if len(self._latest) > 2 * MAX_THREADS or len(self._files) > 4 * MAX_THREADS:
             self._forget_all_but(frames)
         frames.clear()

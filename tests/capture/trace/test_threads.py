@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import functools
+import gc
 import importlib
 import io
 import logging
@@ -21,6 +22,7 @@ import pytest
 import torch
 from torch import nn
 
+import millstream
 from millstream._torch.devices.device_guard import keep_device_guard
 from millstream.capture import Step
 from tests.capture.worlds import interpret
@@ -29,6 +31,7 @@ from tests.processes import output_of
 
 _write = ctypes.CDLL(None).write  # that of ``os`` is an effect, which a step may not have
 
+OURS = os.path.dirname(millstream.__file__) + os.sep  # noqa: PTH120  of code, a text
 ROUNDS = 200 if os.environ.get("MILLSTREAM_FUZZ") else 40
 
 
@@ -142,6 +145,23 @@ class Usual(nn.Module):
         x = x - torch.distributions.Normal(x, torch.ones(2)).log_prob(torch.zeros(2))
         warnings.warn("for once", stacklevel=1)
         return x.sum()
+
+
+def test_a_collection_in_another_thread_runs_no_function_of_ours(during_a_trace):
+    """Python 3.11 may collect while a thread gets the frames of another one, which must not go on meanwhile."""
+    called = []
+
+    def check():
+        def note(frame, event, argument):
+            if event == "call" and frame.f_code.co_filename.startswith(OURS):
+                called.append(frame.f_code.co_qualname)
+
+        sys.setprofile(note)
+        gc.collect()
+        sys.setprofile(None)
+
+    during_a_trace(check)
+    assert not called
 
 
 def test_compiled_functions_run_compiled(during_a_trace):

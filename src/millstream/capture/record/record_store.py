@@ -15,6 +15,7 @@ from torch import SymFloat, SymInt, nn
 from millstream.capture.lines import is_users_own
 from millstream.capture.record import fleeting
 from millstream.capture.record.answers import content_of_cache
+from millstream.capture.record.interpreter.collector import young_noted
 from millstream.capture.record.location import (
     Attributes,
     ClassAttributes,
@@ -366,19 +367,14 @@ def ids_of_new() -> Iterator[tuple[set[int], Callable[[int], bool]]]:
     def look() -> Iterator[int]:
         return map(id, gc.get_objects(generation=0))
 
-    def note(phase: str, _: dict[str, int]) -> None:
-        if phase == "start":
-            new.update(look())
-
-    gc.callbacks.append(note)
-    try:
-        # The collector may be at work at any moment, also in another thread: what it moves meanwhile it has noted.
-        yield new, lambda each: each not in known and (each in new or each in look() or each in new)
-    finally:
-        new.update(look())
-        gc.callbacks.remove(note)
-        new -= known
-        del young
+    with young_noted(new) as note:
+        try:
+            # The collector may be at work at any moment, also in another thread: what it moves meanwhile it has noted.
+            yield new, lambda each: each not in known and (each in new or each in look() or each in new)
+        finally:
+            note()
+            new -= known
+            del young
 
 
 def _place(holder: Any, kind: Kind, key: Any) -> tuple[Any, ...]:

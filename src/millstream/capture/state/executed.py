@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from millstream.capture.record.interpreter.natives import owner_of
 from millstream.capture.record.location import Location
 from millstream.capture.state.extensions import takes_tensors
 from millstream.capture.state.impure import ImpureCalls, beyond_library
-from millstream.heap import instances
+from millstream.heap import frames_of_threads, instances
 
 
 def name_of(place: Location) -> Any:
@@ -101,7 +100,8 @@ _BALANCED = frozenset({"__enter__", "__exit__"})
 def others_may_write() -> bool:
     """Whether there are other threads that may run the user's code, as some of PyTorch's and of ours never do."""
     here = threading.get_ident()
-    return any(ident != here and _may_run_users(frame) for ident, frame in sys._current_frames().items())
+    with frames_of_threads() as frames:
+        return any(ident != here and _may_run_users(frame) for ident, frame in frames.items())
 
 
 def _may_run_users(frame: FrameType | None) -> bool:

@@ -12,12 +12,13 @@ import atexit
 import ctypes
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from weakref import WeakSet
+
+from millstream.heap import frames_of_threads
 
 JOIN_S = 5.0
 """Seconds that are waited for the thread at most; then it ends by itself when the source returns."""
@@ -143,7 +144,8 @@ _WAIT = threading.Condition.wait.__code__
 
 def raise_exit(thread: int) -> bool:
     """Raise ``GeneratorExit`` in a thread, when it continues, if it waits for another one; whether it does."""
-    frame = sys._current_frames().get(thread)
+    with frames_of_threads() as frames:
+        frame = frames.get(thread)
     if frame is None or frame.f_code is not _WAIT:
         return False
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(GeneratorExit))

@@ -8,7 +8,6 @@ Dynamo does not matter to it, nor what is marked to be skipped by it.
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from millstream import _native
+from millstream.capture.record.interpreter.collector import around_collections
 from millstream.capture.record.interpreter.opcodes import InstructionSite, packed, sites_of
 
 _TOOLS = (3, 4)
@@ -64,38 +64,32 @@ class InstructionSession:
                 among ``again``; likewise.
         """
         self._handler, self._is_followed, self._begins = handler, is_followed, begins
-        self._of_collector = self._collection_starts, self._collection_stops
-        try:
-            self._start()
-            try:
-                yield
-            finally:
-                self._stop()
-        finally:  # they lead to whoever has this, and keep what was recorded, a batch perhaps, until a collection
-            del self._handler, self._is_followed, self._begins, self._of_collector
-
-    def _start(self) -> None:
         library = _native.load("core")
-        if self.failure or library is None:
-            return
+        try:
+            if self.failure or library is None:
+                yield
+                return
+            # What Python's collector calls and finalizes is none of the step's.
+            with around_collections(library.pause_recording, library.resume_recording):
+                self._start(library)
+                try:
+                    yield
+                finally:
+                    self._stop(library)
+        finally:  # they lead to whoever has this, and keep what was recorded, a batch perhaps, until a collection
+            del self._handler, self._is_followed, self._begins
+
+    def _start(self, library: Any) -> None:
         if sys.version_info >= (3, 12) and not self._take_tool(library):
             self.failure = "other tools have all numbers of sys.monitoring"
             return
         library.begin_recording(self._plan, self._handler, Tensor, NULL, _disable(), self._is_followed)
-        starts, stops = self._of_collector  # made before, as to make one may start a collection
-        gc.callbacks.append(stops)
-        gc.callbacks.insert(0, starts)
         if self._tool is not None:
             _monitoring().restart_events()  # of code that was of no interest by then
             events = _monitoring().events
             _monitoring().set_events(self._tool, events.PY_START | events.PY_RESUME)
 
-    def _stop(self) -> None:
-        library = _native.load("core")
-        if self.failure or library is None:
-            return
-        for each in self._of_collector:
-            gc.callbacks.remove(each)
+    def _stop(self, library: Any) -> None:
         error, is_replaced = library.end_recording()
         if self._tool is not None:
             _monitoring().set_events(self._tool, 0)
@@ -106,16 +100,6 @@ class InstructionSession:
             self.failure = f"it failed ({type(error).__name__}: {error})"
         elif is_replaced:
             self.failure = "the step has set a tracer"
-
-    # What Python's collector calls and finalizes is none of the step's.
-
-    def _collection_starts(self, phase: str, _: dict[str, int]) -> None:
-        if phase == "start" and (library := _native.load("core")) is not None:
-            library.pause_recording()
-
-    def _collection_stops(self, phase: str, _: dict[str, int]) -> None:
-        if phase == "stop" and (library := _native.load("core")) is not None:
-            library.resume_recording()
 
     def _take_tool(self, library: Any) -> bool:
         monitoring = _monitoring()

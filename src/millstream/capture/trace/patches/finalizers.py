@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
@@ -10,6 +9,7 @@ from threading import get_ident
 from torch._C import DisableTorchFunction  # itself: a trace puts another in its place
 
 from millstream._torch.tensors import real_tensors
+from millstream.capture.record.interpreter.collector import around_collections
 from millstream.capture.trace.recorded_effects.effect_recorder import EffectRecorder
 
 
@@ -20,22 +20,12 @@ def finalizers_apart(recorder: EffectRecorder) -> Iterator[None]:
     It comes at any moment, in one trace and not in the next. A progress bar that nobody holds any longer closes itself,
     for example: that is done once, and not after each replay.
     """
-    thread, apart = get_ident(), ExitStack()
+    apart = ExitStack()
 
-    def starts(phase: str, _: dict[str, int]) -> None:
-        if phase == "start" and get_ident() == thread:
-            apart.enter_context(recorder.active(is_on=False))
-            apart.enter_context(DisableTorchFunction())
-            apart.enter_context(real_tensors())
+    def starts() -> None:
+        apart.enter_context(recorder.active(is_on=False))
+        apart.enter_context(DisableTorchFunction())
+        apart.enter_context(real_tensors())
 
-    def stops(phase: str, _: dict[str, int]) -> None:
-        if phase == "stop" and get_ident() == thread:
-            apart.close()
-
-    gc.callbacks.append(stops)
-    gc.callbacks.insert(0, starts)  # before and after those of others
-    try:
+    with around_collections(starts, apart.close, of_thread=get_ident()):
         yield
-    finally:
-        gc.callbacks.remove(starts)
-        gc.callbacks.remove(stops)
