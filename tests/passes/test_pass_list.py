@@ -42,6 +42,7 @@ OTHERS = {
     "plain_forward": "runs a graph: no program is made of it",
     "rewrite_products": "of the alternative row-products, which is switched off by its name",
     "rewrite_attention": "of the alternative split-attention, likewise",
+    "rewrite_heads": "of the alternative head-products, likewise",
 }
 """Functions that change a graph and are no passes, and why."""
 

@@ -18,7 +18,7 @@ from millstream.kernels.depthwise import depthwise, prologues
 from millstream.kernels.family import Epilogue, Family, Grouping, NodeWriter
 from millstream.kernels.launches import TritonLaunch, compiling
 from millstream.kernels.nodes import depths_of, values
-from millstream.kernels.rows import attention_patterns, product_patterns
+from millstream.kernels.rows import attention_patterns, head_patterns, product_patterns
 from millstream.kernels.rows.row_launches import bind_rows, find_row_launches
 from millstream.kernels.weights import weight_layouts, weights
 from millstream.program import Program
@@ -80,7 +80,7 @@ FAMILIES: tuple[Family, ...] = (
         "products of a few rows, and attention of a few queries",
         bind=bind_rows,
         launches=find_row_launches,
-        kernels=frozenset({"multiply", "attend", "join_attention"}),
+        kernels=frozenset({"multiply", "multiply_heads", "attend", "join_attention"}),
     ),
 )
 
@@ -169,6 +169,7 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[TritonLaunch]:
 
 # What alternatives compute by our kernels: where that can be had, and how it is put in place (``rows``).
 find_row_products, rewrite_row_products = product_patterns.find_products, product_patterns.rewrite_products
+find_row_heads, rewrite_row_heads = head_patterns.find_heads, head_patterns.rewrite_heads
 find_row_attention, rewrite_row_attention = attention_patterns.find_attention, attention_patterns.rewrite_attention
 
 

@@ -107,8 +107,8 @@ def find_products(graph: fx.Graph) -> list[Product]:
     plain = [node for node in graph.nodes if _is_ours(node)]
     sharing: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in plain:
-        sharing[_stripped(node.args[-2])].append(node)
-    found = {node: _with_activation(node, sharing[_stripped(node.args[-2])]) for node in plain}
+        sharing[stripped(node.args[-2])].append(node)
+    found = {node: _with_activation(node, sharing[stripped(node.args[-2])]) for node in plain}
     for each in list(found.values()):
         if each.gate is not None:
             found.pop(each.gate, None)
@@ -251,14 +251,14 @@ def _ends_in(node: fx.Node, products: Collection[fx.Node]) -> bool:
 
 
 def _norm(rows: Any) -> Norm | None:
-    top = node = _stripped(rows)
+    top = node = stripped(rows)
     length = rows.meta["val"].shape[-1]
     shift, node = _vector(node, aten.add.Tensor, length)
     scale, node = _vector(node, aten.mul.Tensor, length)
     if node.target is not aten.mul.Tensor or len({*node.all_input_nodes}) != 2:
         return None
     for factor, root in (node.args, node.args[::-1]):
-        found = _normed(_stripped(factor), _stripped(root))
+        found = _normed(stripped(factor), stripped(root))
         if found is not None and _holds_rows(found[1], rows.meta["val"]):
             kind, of, eps = found
             return Norm(kind, of, top, eps, scale, shift)
@@ -276,40 +276,40 @@ def _vector(node: fx.Node, target: Any, length: int) -> tuple[fx.Node | None, fx
         for vector, other in (node.args, node.args[::-1]):
             value = vector.meta["val"]  # type: ignore[union-attr]
             if value.shape == (length,) and value.is_contiguous() and value.is_floating_point():
-                return vector, _stripped(other)  # type: ignore[return-value]
+                return vector, stripped(other)  # type: ignore[return-value]
     return None, node
 
 
 def _normed(factor: fx.Node, root: fx.Node) -> tuple[str, fx.Node, float] | None:
     if root.target is not aten.rsqrt.default:
         return None
-    added = _stripped(root.args[0])
+    added = stripped(root.args[0])
     if added.target not in (aten.add.Tensor, aten.add.Scalar) or added.kwargs or not isinstance(added.args[1], float):
         return None
-    square, eps = _stripped(added.args[0]), added.args[1]
+    square, eps = stripped(added.args[0]), added.args[1]
     if square.target is aten.mean.dim:
         powers, dims, *keep = square.args
-        powers = _stripped(powers)
+        powers = stripped(powers)
         of = _squared(powers)
         if of is not None and of is factor and _is_last(dims, powers) and keep == [True]:
             return "rms", of, eps
     if square.target is operator.getitem and square.args[1] == 0 and factor.target is aten.sub.Tensor:
         both: Any = square.args[0]
-        mean = _stripped(factor.args[1])
+        mean = stripped(factor.args[1])
         if both.target is not aten.var_mean.correction or mean.target is not operator.getitem:
             return None
-        of, options = _stripped(both.args[0]), both.kwargs
+        of, options = stripped(both.args[0]), both.kwargs
         is_whole = options.get("correction") == 0 and options.get("keepdim") is True and not factor.kwargs
-        if mean.args == (both, 1) and of is _stripped(factor.args[0]) and is_whole and _is_last(both.args[1], both):
+        if mean.args == (both, 1) and of is stripped(factor.args[0]) and is_whole and _is_last(both.args[1], both):
             return "layer", of, eps
     return None
 
 
 def _squared(node: fx.Node) -> fx.Node | None:
     if node.target is aten.pow.Tensor_Scalar and node.args[1] == 2:
-        return _stripped(node.args[0])
-    if node.target is aten.mul.Tensor and _stripped(node.args[0]) is _stripped(node.args[1]):
-        return _stripped(node.args[0])
+        return stripped(node.args[0])
+    if node.target is aten.mul.Tensor and stripped(node.args[0]) is stripped(node.args[1]):
+        return stripped(node.args[0])
     return None
 
 
@@ -319,7 +319,7 @@ def _is_last(dims: Any, node: fx.Node) -> bool:
     return list(dims) in ([-1], [value.dim() - 1])
 
 
-def _stripped(node: Any) -> fx.Node:
+def stripped(node: Any) -> fx.Node:
     """What this has the numbers of, in another shape or type."""
     while node.target in _VIEWS or (node.target in _CASTS and not node.kwargs.get("device")):
         node = node.args[0]

@@ -106,7 +106,7 @@ def launch_product(product: RowProduct) -> TritonLaunch:
 
     rows, weight, gate, bias, scale, shift, addend, norm, eps, activation, is_constant, out = product
     width, length = weight.shape
-    tile_width, tile_length = _tiles(rows.shape[0], width, length, has_gate=gate is not None)
+    tile_width, tile_length = tiles_of(rows.shape[0], width, length, has_gate=gate is not None)
     factors = (weight, gate) if gate is not None else (weight,)
     is_early = is_constant and all(map(may_load_early, factors))
     arguments = (*(rows if each is None else each for each in product[:7]), out, 0 if is_early else 2, eps)
@@ -131,7 +131,7 @@ def launch_product(product: RowProduct) -> TritonLaunch:
     return TritonLaunch(multiply, (ceil_div(width, tile_width), 1, 1), arguments, constants)
 
 
-def _tiles(num_rows: int, width: int, length: int, *, has_gate: bool) -> tuple[int, int]:
+def tiles_of(num_rows: int, width: int, length: int, *, has_gate: bool) -> tuple[int, int]:
     """How many results a block has, as many as its registers hold the weights of; and numbers of a row at a time."""
     divides = length & -length  # the largest power of two that does
     is_whole = divides >= _SHORTEST_TILE and length <= _MOST_TILES * divides

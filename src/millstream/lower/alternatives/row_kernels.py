@@ -59,6 +59,17 @@ def _rewrite_attention(gm: torch.fx.GraphModule, groups: Collection[str]) -> Non
     registry.rewrite_row_attention(gm, [each for each in nodes if _name_attention(each) in groups])
 
 
+def _find_heads(graph: torch.fx.Graph) -> Sites:
+    sites: dict[str, list[float]] = defaultdict(list)
+    for heads in registry.find_row_heads(graph) if _may_be_had(graph) else ():
+        sites[heads.name].append(float(heads.num_products))
+    return sites
+
+
+def _rewrite_heads(gm: torch.fx.GraphModule, groups: Collection[str]) -> None:
+    registry.rewrite_row_heads(gm, lambda heads: heads.name in groups)
+
+
 ROW_PRODUCTS = Alternative(
     "row-products",
     "products of up to 8 rows, with the norm before and what follows, are kernels of our own",
@@ -71,5 +82,12 @@ SPLIT_ATTENTION = Alternative(
     "attention of up to 16 queries is divided over its keys, by kernels of our own",
     _find_attention,
     _rewrite_attention,
+    is_usual=True,
+)
+HEAD_PRODUCTS = Alternative(
+    "head-products",
+    "queries, keys and values of a token are one kernel, which rotates them and writes the cache",
+    _find_heads,
+    _rewrite_heads,
     is_usual=True,
 )

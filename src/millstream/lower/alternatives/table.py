@@ -14,7 +14,7 @@ from millstream.kernels import registry
 from millstream.lower.alternatives.alternative import WHOLE, Alternative, Sites, on_gpu
 from millstream.lower.alternatives.few_rows import FEW_ROWS, TUNED_ROWS
 from millstream.lower.alternatives.products import TEMPLATES, with_options
-from millstream.lower.alternatives.row_kernels import ROW_PRODUCTS, SPLIT_ATTENTION
+from millstream.lower.alternatives.row_kernels import HEAD_PRODUCTS, ROW_PRODUCTS, SPLIT_ATTENTION
 from millstream.lower.alternatives.siblings import SIBLINGS
 from millstream.schedule.improve import NOTHING, Choice, Offer
 
@@ -42,6 +42,7 @@ ALTERNATIVES: tuple[Alternative, ...] = (
     SIBLINGS,
     SPLIT_ATTENTION,
     ROW_PRODUCTS,
+    HEAD_PRODUCTS,
     FEW_ROWS,
     TUNED_ROWS,
     TEMPLATES,
