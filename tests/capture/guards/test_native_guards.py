@@ -239,6 +239,23 @@ def test_a_step_in_its_steady_state_is_found_fine_by_compiled_code():
     assert graph.guards.quick.hold() == 1
 
 
+@pytest.mark.parametrize("is_on_gpu", [True, False])
+def test_compiled_checks_are_begun_before_the_first_trace_where_they_are_needed_at_once(monkeypatch, is_on_gpu):
+    begun, devices = [], {"cpu"} if is_on_gpu else {"cuda"}
+    monkeypatch.setattr(native, "DEVICES", devices)
+    monkeypatch.setattr(_native, "is_ready", lambda name: begun.append(name) or True)
+    model = nn.Linear(4, 3)
+    step = make_step(model, torch.optim.AdamW(model.parameters(), lr=0.01))  # whose first call runs as it is
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    step(x, y)
+    assert not step.graphs
+    assert ("tensors" in begun) == is_on_gpu
+    begun.clear()
+    step(x, y)
+    assert len(step.graphs) == 1
+    assert ("tensors" in begun) == is_on_gpu
+
+
 def test_a_step_on_the_host_is_checked_by_compiled_code_once_it_has_run_often():
     models = [nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 3)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

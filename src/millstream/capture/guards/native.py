@@ -5,7 +5,8 @@ Without compiled code, Python checks alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +24,16 @@ Others are once they have run some times, and do not wait until the checks are c
 
 NOTHING, ALL, BORROWED = 0, 1, 2
 """What ``QuickGuards.hold`` says that holds: the last is what was taken from PyTorch and Python, and maybe no more."""
+
+
+def begin_early(given: Iterable[Any]) -> None:
+    """Let the checks be compiled meanwhile, in a thread, if a step that is given this takes them from its first call.
+
+    They are needed once the step is traced, and to compile them takes longer than a small trace.
+    """
+    if any(isinstance(value, Tensor) and value.device.type in DEVICES for value in given):
+        with suppress(RuntimeError):  # the system refuses the thread
+            _native.is_ready("tensors")
 
 
 class QuickGuards:

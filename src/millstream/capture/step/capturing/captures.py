@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millstream._torch.distributed.wrappers import watch_wrapping
 from millstream._torch.modes.switches import present
+from millstream.capture.guards import native
 from millstream.capture.guards.recheck import compare, listing_of
 from millstream.capture.state.discover import Found, discover
 from millstream.capture.state.signature import settings_of
@@ -157,6 +158,7 @@ class Captures:
                     raise EagerFirst
                 self._look_back(call, found)
                 ask_early(call.arguments)
+                native.begin_early(call.arguments)
                 phase("tracing")
                 graph = self._trace(call, found, counts, dimensions)
                 if self._calls.hold_among(call, graph.containers):

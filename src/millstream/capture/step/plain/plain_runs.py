@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from millstream._torch.autograd.hooks import OwnHook
 from millstream._torch.distributed.wrappers import is_distributed_run
+from millstream.capture.guards import native
 from millstream.capture.record.interpreter.instructions import begin_early
 from millstream.capture.state.discover import Found
 from millstream.capture.step.calls import Calls, StepCall
@@ -77,6 +78,7 @@ class PlainRuns:
         self.has_run = True
         self.num_unready += 1
         begin_early()  # for the call that captures, before which this one comes
+        native.begin_early(call.arguments)
         ask_early(call.arguments)
 
         def note(optimizer: Optimizer, *_: Any) -> None:
