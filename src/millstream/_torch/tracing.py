@@ -35,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from millstream._torch.compiler.fake_lists import quick_fake_lists
 from millstream._torch.one_thread import flagged, patched
 
 VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
@@ -196,7 +197,7 @@ def trace_aten(body: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]) -
         with enable_python_dispatcher():
             return list(body())
 
-    with torch.autograd.set_multithreading_enabled(False), traces_unnoticed():
+    with torch.autograd.set_multithreading_enabled(False), traces_unnoticed(), quick_fake_lists():
         return make_fx(flat, _disable_torch_fn_metadata_mode=True)(*inputs)
 
 

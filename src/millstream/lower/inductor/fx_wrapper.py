@@ -25,7 +25,7 @@ from torch._inductor.codegen import common, wrapper_fxir
 from torch._inductor.codegen.wrapper import WrapperLine
 from torch._inductor.utils import convert_to_symint
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException, in_kernel_invocation_manager
 from torch.utils._pytree import tree_map_only
 
 from millstream._torch.compiler.symbols import with_numbers
@@ -39,7 +39,7 @@ from millstream.lower.inductor.generated_kernels import (
     import_kernels,
     raise_index_errors,
 )
-from millstream.lower.operators import written_arguments
+from millstream.lower.operators import draws_random_numbers, written_arguments
 
 #: Inductor options under which the FX wrapper yields plain allocations, views and launches. Memory is ours to plan, so
 #: Inductor must not hand a dead buffer on; but only Inductor knows which kernels may write over an input that dies with
@@ -277,6 +277,9 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
             subgms=self.subgms,
             is_subgraph=self.is_subgraph,
         )
+        for node in V.graph.module.graph.nodes:  # of one operator this is tried on the GPU, while kernels compile
+            if isinstance(node.target, torch._ops.OpOverload):
+                draws_random_numbers(node.target, node.args, node.kwargs)
         converter.generated, sources = import_kernels(converter.prologue, self.lines, self.cpp_kernels)
         gm = converter.generate()
         gm.meta[SOURCES] = sources
@@ -310,6 +313,16 @@ def collect_wrappers(options: dict[str, Any]) -> Iterator[list[torch.fx.GraphMod
         common.device_codegens.update(saved)
 
 
+def _allocated(fake_mode: Any, size: Any, stride: Any, *, dtype: torch.dtype, device: Any) -> Any:
+    """A fake tensor as ``torch.empty_strided`` gives it, of which a large graph has a thousand."""
+    if all(type(number) is int for number in (*size, *stride)):
+        with in_kernel_invocation_manager(fake_mode):
+            empty = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return FakeTensor(fake_mode, empty, torch.device(device))
+    with fake_mode, enable_python_dispatcher():
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
 def note_value(node: torch.fx.Node, fake_mode: Any = None) -> None:
     """Run a new node on fake tensors and keep the result as ``node.meta["val"]``.
 
@@ -323,6 +336,9 @@ def note_value(node: torch.fx.Node, fake_mode: Any = None) -> None:
     out = node.kwargs.get("out")
     if isinstance(out, torch.fx.Node):  # what it returns; PyTorch 2.11 makes numbers of symbolic sizes where it is run
         node.meta["val"] = out.meta["val"]
+        return
+    if node.target is torch.empty_strided and fake_mode is not None:
+        node.meta["val"] = _allocated(fake_mode, *node.args, **node.kwargs)
         return
     args, kwargs = tree_map_only(torch.fx.Node, lambda arg: arg.meta["val"], (node.args, node.kwargs))
     try:

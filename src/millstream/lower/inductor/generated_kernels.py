@@ -18,6 +18,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import parallel_num_threads
 
 from millstream.lower.inductor.cpp_kernels import CppKernels
+from millstream.lower.inductor.shortcuts.garbage import collect_meanwhile
 from millstream.lower.inductor.tuning import keep_choice
 from millstream.progress import count
 
@@ -152,6 +153,8 @@ def _import_definitions(
     ]
     module = PyCodeCache.load("\n".join([prologue, *code]))
     kernels: dict[str, tuple[Any, str]] = {}
+    if any(_is_compiling(getattr(module, name)) for name, _, _ in definitions):
+        collect_meanwhile()
     for number, (name, body, _) in enumerate(definitions, 1):
         count("compiling", number, len(definitions), "kernels")
         compiled = getattr(module, name)
@@ -161,6 +164,12 @@ def _import_definitions(
             keep_choice(compiled, body)
         kernels[name] = (compiled, body)
     return kernels
+
+
+def _is_compiling(kernel: Any) -> bool:
+    """Return whether another process still compiles what stands for a kernel."""
+    future = getattr(kernel, "future", None)
+    return future is not None and not future.done()
 
 
 def for_threads(body: str) -> str:

@@ -33,6 +33,15 @@ def no_collections() -> Iterator[None]:
         _collect_again()
 
 
+def collect_meanwhile() -> None:
+    """Look for garbage at once where that is postponed, as while others compile: afterwards it would be waited for.
+
+    What the trace and the graph have left is most of it, and what is found alive now is not looked through again soon.
+    """
+    if _postponed and gc.isenabled():
+        gc.collect()
+
+
 def _collect_again() -> None:
     if _postponed:
         threshold = _postponed.pop()
