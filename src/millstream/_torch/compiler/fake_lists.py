@@ -1,7 +1,7 @@
 """What operators over lists return for fake tensors, found without computing each item by PyTorch's references.
 
-For each item of a list a reference broadcasts, promotes dtypes and finds strides, which takes 0.2 ms: more than a second
-for an optimizer of 148 parameters. Items that are alike give a result that is like them.
+For each item of a list a reference broadcasts, promotes dtypes and finds strides, which takes 0.2 ms: over a second for
+an optimizer of 148 parameters. Items that are alike give a result that is like them.
 
 Private APIs of fake tensors; tried on torch 2.11 and 2.13.
 """
@@ -23,7 +23,7 @@ _POINTWISE = frozenset(
     "abs add addcdiv addcmul ceil clamp_max clamp_min cos div erf exp floor lerp log maximum minimum mul neg reciprocal"
     " round rsqrt sigmoid sign sin sqrt sub tanh trunc".split()
 )
-"""Operators over lists, without ``_foreach_``, that give for floating-point numbers of a dtype numbers of that dtype."""
+"""Operators over lists, without ``_foreach_``, whose results have the dtype of floating-point operands."""
 
 _Spec = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -40,7 +40,8 @@ def quick_fake_lists() -> Iterator[None]:
         yield
         return
     (place,) = places
-    entry = is_foreach, run = checks[place]
+    entry: Any = checks[place]
+    is_foreach, run = entry
 
     def run_quickly(fake_mode: FakeTensorMode, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
         specs = _specs_of_results(func, args, kwargs)

@@ -277,7 +277,8 @@ class Codegen(wrapper_fxir.WrapperFxCodegen):
             subgms=self.subgms,
             is_subgraph=self.is_subgraph,
         )
-        for node in V.graph.module.graph.nodes:  # of one operator this is tried on the GPU, while kernels compile
+        graph: Any = V.graph.module.graph
+        for node in graph.nodes:  # of one operator this is tried on the GPU, while kernels compile
             if isinstance(node.target, torch._ops.OpOverload):
                 draws_random_numbers(node.target, node.args, node.kwargs)
         converter.generated, sources = import_kernels(converter.prologue, self.lines, self.cpp_kernels)
@@ -313,7 +314,7 @@ def collect_wrappers(options: dict[str, Any]) -> Iterator[list[torch.fx.GraphMod
         common.device_codegens.update(saved)
 
 
-def _allocated(fake_mode: Any, size: Any, stride: Any, *, dtype: torch.dtype, device: Any) -> Any:
+def _allocated(fake_mode: Any, size: Any, stride: Any, *, dtype: Any, device: Any) -> Any:
     """A fake tensor as ``torch.empty_strided`` gives it, of which a large graph has a thousand."""
     if all(type(number) is int for number in (*size, *stride)):
         with in_kernel_invocation_manager(fake_mode):

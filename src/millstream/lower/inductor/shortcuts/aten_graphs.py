@@ -33,7 +33,7 @@ def options_for_aten() -> dict[str, Any]:
 def unwatched_first_run(graph: fx.Graph) -> Iterator[None]:
     """Let AOT autograd not watch the first run of what is compiled, unless there is a custom operator in the graph.
 
-    It looks at each operator that runs meanwhile, those that time kernels and fill memory included, for custom ones that
+    It looks at each operator that runs meanwhile, also at those that time kernels and fill memory, for custom ones that
     return what they were given.
     """
     targets = [node.target for node in graph.nodes if node.op.startswith("call")]
