@@ -24,7 +24,6 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 
 from millstream import progress
-from millstream._torch.compiler.fake_lists import quick_fake_lists
 from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.recurrence import plain_recurrence
 from millstream._torch.seeded_randoms import draws_by_generator
@@ -41,7 +40,7 @@ from millstream.lower.inductor import branch_fusion
 from millstream.lower.inductor.checks_first import check_classes
 from millstream.lower.inductor.probe import ask_early
 from millstream.lower.inductor.randoms import random_decompositions
-from millstream.lower.inductor.shortcuts import no_collections, options_for_aten, unwatched_first_run, values_kept
+from millstream.lower.inductor.shortcuts import no_collections, values_kept
 from millstream.lower.kept import FileContent, ProgramFile, open_record
 from millstream.lower.lower_graph import (
     Lowered,
@@ -100,7 +99,6 @@ def _surroundings(options: dict[str, Any], off: Sequence[str], *, is_step: bool)
         inductor_config.patch(options),
         workarounds.tracing(),
         values_kept(),
-        quick_fake_lists(),
         plain_recurrence(),
         # A cached AOT artefact would skip the lowering, which is all we are here for.
         functorch_config.patch(enable_autograd_cache=False),
@@ -177,7 +175,6 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
     chosen = {
         "freezing": step_state is None and (freeze or inductor_config.freezing),
         **check_classes(gm.graph, inputs),
-        **(options_for_aten() if step_state is not None else {}),
         **options,
         "joint_custom_post_pass": workarounds.JointPasses(_user_pass(options)),
     }
@@ -253,7 +250,7 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
                 for body in dict.fromkeys(turns.body for turns in loops):
                     _decompose(body, table)
             flows = compiled_with_loops(inputs) if has_control_flow(gm) else contextlib.nullcontext()
-            with inductor_config.patch(without), flows, unwatched_first_run(gm.graph):
+            with inductor_config.patch(without), flows:
                 return compile_fx(gm, list(inputs), inner, decompositions=table)  # type: ignore[arg-type]
 
         try:

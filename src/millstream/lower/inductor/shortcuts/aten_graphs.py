@@ -12,45 +12,44 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch._aot_autograd import runtime_wrappers
-from torch._inductor import config
+from torch._inductor import compile_fx, config
 
-from millstream._torch.workarounds import is_off, replaced
+from millstream._torch.workarounds import replaced
 
 _PYTORCHS = frozenset({"aten", "prim", "prims"})
 
 
-def options_for_aten() -> dict[str, Any]:
-    """Inductor's options for a graph as ``make_fx`` gives it.
-
-    Its passes before autograd look for torch functions and modules, and write the graph's code four times. Those that a
-    user has asked for are run.
-    """
-    asked = config.pre_grad_custom_pass, config.pre_grad_fusion_options, config.add_pre_grad_passes
-    return {} if is_off("shortcuts") or any(asked) else {"use_pre_grad_passes": False}
-
-
 @contextlib.contextmanager
-def unwatched_first_run(graph: fx.Graph) -> Iterator[None]:
-    """Let AOT autograd not watch the first run of what is compiled, unless there is a custom operator in the graph.
+def quick_aten_graphs() -> Iterator[None]:
+    """Spare a step, whose graph ``make_fx`` has made, what is for graphs that Dynamo makes.
 
-    It looks at each operator that runs meanwhile, also at those that time kernels and fill memory, for custom ones that
-    return what they were given.
+    - Inductor's passes before autograd look for torch functions and modules, and write the graph's code four times.
+      Those that a user has asked for are run.
+    - AOT autograd watches the first run of what is compiled: it looks at each operator that runs meanwhile, also at
+      those that time kernels and fill memory, for custom ones that return what they were given.
     """
-    targets = [node.target for node in graph.nodes if node.op.startswith("call")]
-    if is_off("shortcuts") or not all(_is_pytorchs(target) for target in targets):
-        yield
-        return
-    begin = runtime_wrappers._FirstInvocationContext.__init__
+    run_passes, begin = compile_fx._recursive_pre_grad_passes, runtime_wrappers._FirstInvocationContext.__init__
+    has_others = True
+
+    def run_if_needed(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        nonlocal has_others
+        has_others = not all(_is_pytorchs(node) for node in gm.graph.nodes)
+        asked = config.pre_grad_custom_pass, config.pre_grad_fusion_options, config.add_pre_grad_passes
+        return run_passes(gm, *args, **kwargs) if has_others or any(asked) else gm
 
     def begin_later(self: Any) -> None:
         begin(self)
-        self._is_first = False
+        self._is_first = has_others
 
-    with replaced(runtime_wrappers._FirstInvocationContext, "__init__", begin_later):
+    with (
+        replaced(compile_fx, "_recursive_pre_grad_passes", run_if_needed),
+        replaced(runtime_wrappers._FirstInvocationContext, "__init__", begin_later),
+    ):
         yield
 
 
-def _is_pytorchs(target: Any) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace in _PYTORCHS
-    return getattr(target, "__module__", None) == "_operator"
+def _is_pytorchs(node: fx.Node) -> bool:
+    """Return whether a node calls an operator of PyTorch's own, if it calls anything."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace in _PYTORCHS
+    return not node.op.startswith("call") or getattr(node.target, "__module__", None) == "_operator"

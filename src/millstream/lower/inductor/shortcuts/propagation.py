@@ -25,8 +25,10 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from millstream._torch.compiler.fake_lists import quick_fake_lists
 from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.workarounds import is_off, replaced
+from millstream.lower.inductor.shortcuts.aten_graphs import quick_aten_graphs
 
 _MADE = "millstream_made"
 """In a node's ``meta``: its number in AOT autograd's graph, and what it calls there with what."""
@@ -40,6 +42,7 @@ def values_kept() -> Iterator[None]:
     it is run, it keeps its value if the new one has the same form and lies in the same memory.
 
     In AOT autograd's graph nothing is changed in place, so that values keep their form: they are noted themselves.
+    Results of operators over lists are made like their operands. What is for other graphs than a step's is left out.
     """
     if is_off("shortcuts"):
         yield
@@ -71,6 +74,8 @@ def values_kept() -> Iterator[None]:
         return result if n.op == "get_attr" else before
 
     with (
+        quick_fake_lists(),
+        quick_aten_graphs(),
         replaced(graph_capture, "_create_graph", create_without_copies),
         replaced(compile_fx, "_recursive_joint_graph_passes", note_and_run_passes),
         replaced(FakeTensorProp, "run_node", run_if_changed),
