@@ -262,7 +262,7 @@ def test_parts_come_to_the_whole(heads, queries, keys):
     query, key = torch.randn(2, heads, queries, 16), torch.randn(2, 4, keys, 16)
     mask = torch.randn(1, 1, queries, keys).masked_fill(torch.rand(keys) < 0.3, -math.inf)
     mask[..., : keys // 2] = -math.inf
-    parts = ATTEND(query, key, key.flip(3), mask, 0.25)
+    parts = ATTEND(query, key, key.flip(3), mask, 0.25, None)
     found = JOIN(parts, 4, [*query.shape], [*query.stride()], torch.float)
     wanted = F.scaled_dot_product_attention(query, key, key.flip(3), mask, scale=0.25, enable_gqa=True)
     torch.testing.assert_close(found, wanted)

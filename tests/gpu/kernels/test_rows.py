@@ -104,7 +104,8 @@ def test_early_loads_in_a_graph_give_the_same_bits():
     ],
 )
 @pytest.mark.parametrize("masked", ["no", "late", "rows"])
-def test_attention(batch, heads, of_keys, queries, keys, size, masked, dtype):
+@pytest.mark.parametrize("at", [None, 3, -1])
+def test_attention(batch, heads, of_keys, queries, keys, size, masked, at, dtype):
     torch.manual_seed(1)
     query = randn(batch, queries, heads, size, dtype=dtype).transpose(1, 2)
     key, value = (randn(batch, of_keys, keys, size, dtype=dtype) for _ in range(2))
@@ -116,9 +117,10 @@ def test_attention(batch, heads, of_keys, queries, keys, size, masked, dtype):
             mask[:, :, -1] = -math.inf
             mask += randn(batch, 1, queries, keys, dtype=dtype)
     scale = 1 / math.sqrt(size)
-    parts = ATTEND(query, key, value, mask, scale)
+    position = None if at is None else torch.tensor([at], device="cuda")
+    parts = ATTEND(query, key, value, mask, scale, None)
     found = torch.full_like(parts, math.nan)
-    attend_parts(query, key, value, mask, scale, out=found)
+    attend_parts(query, key, value, mask, scale, position, out=found)
     layout = [batch, heads, queries, size], [queries * heads * size, size, heads * size, 1]
     out = JOIN(parts, of_keys, *layout, dtype).fill_(math.nan)
     join_parts(found, of_keys, out=out)

@@ -7,15 +7,19 @@ from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
     gdc_wait,
 )
 
+from millstream.kernels.rows.row_products_kernel import _wait_if
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["waits_first"])
 def attend(
     q,
     k,
     v,
     mask,
+    position,
     out,
     scale,
+    waits_first,
     length,
     q_batch,
     q_head,
@@ -39,10 +43,14 @@ def attend(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
     PARTS: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
     """Write what a part of the keys gives for the queries of all heads that share them, see ``AttentionPart``.
+
+    Where it is known which key is new, it asks for the others before it waits for the kernel in front, unless
+    ``waits_first`` is not 0.
 
     Args:
         length: How many keys there are; ``tiles`` times ``TILE`` of them are a part.
@@ -52,11 +60,9 @@ def attend(
         ROWS: Room for the queries of a group, a multiple of 16.
         SIZE: Of a head.
         COLUMNS: Of a row that is written: the sum of values, the largest product and the sum of weights.
+        HAS_POSITION: Whether that is known; then a part is one tile.
         PARTS: Into how many the keys are divided.
     """
-    if STARTS_EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     part = tl.program_id(1)
@@ -65,6 +71,23 @@ def attend(
     query = row % NUM_ROWS
     query_head = head * GROUP + row // NUM_ROWS
     is_row = row < GROUP * NUM_ROWS
+    k += batch * k_batch + head * k_head
+    v += batch * v_batch + head * v_head
+    at = 0
+    old_key = 0.0
+    old_value = 0.0
+    if HAS_POSITION:
+        if STARTS_EARLY:
+            _wait_if(waits_first)
+        at = tl.load(position).to(tl.int32)
+        at = tl.where(at < 0, at + length, at)
+        column = part * TILE + tl.arange(0, TILE)
+        is_old = (column < length) & (column != at)
+        old_key = tl.load(k + column[:, None] * k_row + d[None, :], is_old[:, None], 0.0)
+        old_value = tl.load(v + column[:, None] * v_row + d[None, :], is_old[:, None], 0.0)
+    if STARTS_EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     place = batch * q_batch + query_head * q_head + query * q_row
     queries = tl.load(q + place[:, None] + d[None, :], is_row[:, None], 0.0)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -73,17 +96,21 @@ def attend(
     for i in range(tiles):
         column = (part * tiles + i) * TILE + tl.arange(0, TILE)
         is_key = column < length
-        key = tl.load(k + batch * k_batch + head * k_head + column[:, None] * k_row + d[None, :], is_key[:, None], 0.0)
-        value = tl.load(
-            v + batch * v_batch + head * v_head + column[:, None] * v_row + d[None, :], is_key[:, None], 0.0
-        )
-        product = tl.dot(queries, tl.trans(key)) * scale
-        if HAS_MASK:
+        is_asked = is_key & (column == at) if HAS_POSITION else is_key
+        key = tl.load(k + column[:, None] * k_row + d[None, :], is_asked[:, None], 0.0)
+        value = tl.load(v + column[:, None] * v_row + d[None, :], is_asked[:, None], 0.0)
+        added = 0.0
+        if HAS_MASK:  # asked for before products are waited for
             place = batch * mask_batch + query_head * mask_head + query * mask_row
             added = tl.load(
                 mask + place[:, None] + (column * mask_column)[None, :], is_row[:, None] & is_key[None, :], 0.0
-            )
-            product += added.to(tl.float32)
+            ).to(tl.float32)
+        if HAS_POSITION:
+            key = tl.where(is_asked[:, None], key, old_key)
+            value = tl.where(is_asked[:, None], value, old_value)
+        product = tl.dot(queries, tl.trans(key)) * scale
+        if HAS_MASK:
+            product += added
         product = tl.where(is_key[None, :], product * 1.4426950408889634, float("-inf"))
         higher = tl.maximum(largest, tl.max(product, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # of a row whose keys are all masked so far
