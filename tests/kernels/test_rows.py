@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import millstream as ms
 from millstream._torch.workarounds import without
 from millstream.kernels import launches, nodes
-from millstream.kernels.early_loads import early_loads, may_load_early
+from millstream.kernels.early_loads import early_loads, may_load_early, may_start_early
 from millstream.kernels.rows import attention, attention_patterns, product_patterns, row_launches, row_products
 from millstream.kernels.rows.attention import ATTEND, JOIN
 from millstream.kernels.rows.attention_patterns import find_attention, rewrite_attention
@@ -200,11 +200,14 @@ def test_weights_that_are_written_are_not_loaded_early():
 def test_loads_are_early_in_captures_of_whole_graphs_alone():
     weight, slot = torch.ones(2), torch.ones(4)
     assert not may_load_early(weight)
+    assert not may_start_early()
     with early_loads([slot]):
         assert may_load_early(weight)
+        assert may_start_early()
         assert not may_load_early(slot[2:])
         with without({"early-loads"}):
             assert not may_load_early(weight)
+            assert not may_start_early()
     assert not may_load_early(weight)
 
 

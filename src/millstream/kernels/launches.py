@@ -13,7 +13,8 @@ plan. Inductor's own way of it leaves waits out where program order needs none, 
 One access may come before the wait: a load from memory that no kernel of the same CUDA graph writes
 (``early_loads.py``), or writes there no more: attention asks for keys that are not new. All of our kernels wait before
 they let the next one start; so when a kernel starts early, all but the one directly in front have ended, and that one
-does not write there either.
+does not write there either. The kernel that joins attention alone lets the next one start first, which so asks for its
+weights while attention is computed: as each kernel ends after those for which it waits, that one still comes after all.
 
 Tried on torch 2.11, Triton 3.6.
 """

@@ -18,7 +18,7 @@ import torch
 
 from millstream.graph import KernelKind
 from millstream.kernels.conv2d.conv2d_tiles import ceil_div
-from millstream.kernels.early_loads import may_load_early
+from millstream.kernels.early_loads import may_load_early, may_start_early
 from millstream.kernels.family import NodeWriter
 from millstream.kernels.launches import TritonLaunch, dependent_launch_options
 from millstream.kernels.nodes import arguments_of
@@ -180,7 +180,7 @@ def launch_join(parts: torch.Tensor, heads: int, out: torch.Tensor) -> TritonLau
         **dependent_launch_options(out.device),
         "num_warps": _NUM_WARPS,
     }
-    arguments = (parts, out, parts.shape[1], heads, *out.stride()[:3])
+    arguments = (parts, out, int(may_start_early()), parts.shape[1], heads, *out.stride()[:3])
     return TritonLaunch(join_attention, (parts.shape[0], group * queries, 1), arguments, constants)
 
 

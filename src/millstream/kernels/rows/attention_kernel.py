@@ -125,10 +125,11 @@ def attend(
     tl.store(out + place + SIZE + 1, total, is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lets_first"])
 def join_attention(
     parts,
     out,
+    lets_first,
     num_parts,
     heads,
     out_batch,
@@ -142,8 +143,13 @@ def join_attention(
     PARTS: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
-    """Write the results of attention, of which ``attend`` has written parts: a block has those of one query."""
+    """Write the results of attention, of which ``attend`` has written parts: a block has those of one query.
+
+    Where ``lets_first`` is not 0, the next kernel starts before this one waits: it can ask for its weights while
+    attention is computed, and waits for this kernel's end itself.
+    """
     if STARTS_EARLY:
+        _let_if(lets_first)
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(1)
@@ -161,3 +167,9 @@ def join_attention(
     head = tl.program_id(0) % heads * GROUP + row // NUM_ROWS
     place = tl.program_id(0) // heads * out_batch + head * out_head + row % NUM_ROWS * out_row
     tl.store(out + place + d, result.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _let_if(lets_first):
+    if lets_first != 0:
+        gdc_launch_dependents()
