@@ -57,6 +57,7 @@ from millstream.lower.segmented.segments import Segments, cut, has_collectives
 from millstream.lower.segmented.updates import updates_of
 from millstream.lower.turns import LOOP
 from millstream.passes.micro_batches import split_batch
+from millstream.passes.new_values import give_new_values
 from millstream.passes.pure_bodies import make_bodies_pure
 from millstream.passes.rolling import TurnBody, Turns, roll_loops
 from millstream.passes.seeded_bodies import seed_bodies
@@ -246,6 +247,7 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
                 gm.graph = copy.deepcopy(original)
                 loops.clear()
             if step_state is not None and pieces == 1 and not is_symbolic(inputs):
+                give_new_values(gm)
                 loops.extend(roll_loops(gm, options))
                 for body in dict.fromkeys(turns.body for turns in loops):
                     _decompose(body, table)

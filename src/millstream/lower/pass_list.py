@@ -16,6 +16,7 @@ from millstream.passes import (
     gradients,
     joint_norms,
     micro_batches,
+    new_values,
     pure_bodies,
     rolling,
     seeded_bodies,
@@ -35,6 +36,7 @@ PASSES: tuple[Pass[..., Any], ...] = (
     cleanup.drop_unused_inputs,
     gradients.split_gradients,
     joint_norms.join_norms,
+    new_values.give_new_values,  # of a step
     rolling.roll_loops,  # of a step; of other graphs, and of what was changed in place, before Inductor
     seeded_bodies.seed_bodies,  # of a model's graph, before autograd
     # before autograd, and the graph of forward and backward: what PyTorch gets wrong

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -200,9 +201,12 @@ class _Binder:
                     names[item.name] = result
             _Turn(self, f"{loop}{number}_", names, whole).copy(body)
             made = [names.get(item.name, f"{loop}{number}_{item.name}") for item in body.outputs]
+            shared = Counter(self._base(name) for name, result in zip(made, own, strict=True) if result is not None)
+            shared.update(map(self._base, names.values()))  # what it is given, and constants
             for result, name, (size, stride, *_) in zip(own, made, turns.body.made, strict=True):
                 if result is not None and result != name:
-                    if any(result in each.writes for each in self._program.graph.kernels if each is not kernel):
+                    others = (each for each in self._program.graph.kernels if each is not kernel)
+                    if shared[self._base(name)] > 1 and any(result in each.writes for each in others):
                         raise _refusal(turns, "a result that shares memory is written")
                     self._let_lie(result, name, size, stride)
             results += made

@@ -33,7 +33,7 @@ from millstream._torch.compiler.symbols import is_symbolic
 from millstream._torch.seeded_randoms import BY_SEED, LOOKUP, may_follow_seed
 from millstream._torch.tensors import real_tensors
 
-FEWEST_TURNS = 16
+FEWEST_TURNS = 12
 """Fewer are no loop over time, and what is lost between turns weighs more."""
 LONGEST_TURN = 1024
 """Operators in a turn; longer ones are not looked for."""

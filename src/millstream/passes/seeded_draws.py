@@ -61,6 +61,7 @@ class _Rows:
         self._first = next(node for node in graph.nodes if node.op != "placeholder")
         self._seeds: dict[torch.device, fx.Node] = {}
         self._counts: dict[torch.device, int] = {}
+        self._rows: list[fx.Node] = []
 
     def new(self, node: fx.Node) -> fx.Node:
         """A seed of its own for a node."""
@@ -72,17 +73,17 @@ class _Rows:
         return self.row(self._seeds[device], number)
 
     def row(self, seeds: fx.Node, number: int) -> fx.Node:
-        return self._graph.call_function(_SELECT, (seeds, 0, number))
+        self._rows.append(row := self._graph.call_function(_SELECT, (seeds, 0, number)))
+        return row
 
     def finish(self) -> None:
         """Make the tensors as long as they have to be."""
         for device, seeds in self._seeds.items():
             seeds.args = self._counts[device] + 1, device
         with self._mode:
-            for node in self._graph.nodes:
-                if "val" not in node.meta and node.target in (SEEDS, _SELECT):
-                    args = map_arg(node.args, lambda each: each.meta["val"])
-                    node.meta["val"] = node.target(*args)
+            for node in (*self._seeds.values(), *self._rows):
+                args = map_arg(node.args, lambda each: each.meta["val"])
+                node.meta["val"] = node.target(*args)  # type: ignore[operator]
 
 
 def _device(node: fx.Node) -> torch.device:
