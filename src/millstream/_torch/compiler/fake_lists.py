@@ -9,7 +9,7 @@ Private APIs of fake tensors; tried on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ def _specs_of_results(func: OpOverload, args: Sequence[Any], kwargs: dict[str, A
     """What the results are, or for an operator in place, what it writes; ``None`` where that takes more than a look."""
     if func._schema.name.removeprefix("aten::_foreach_").removesuffix("_") not in _POINTWISE:
         return None
+    is_mutable = func._schema.is_mutable
     lists: list[Sequence[Any]] = []
     scalars: list[FakeTensor] = []
     for value in (*args, *kwargs.values()):
@@ -79,12 +80,19 @@ def _specs_of_results(func: OpOverload, args: Sequence[Any], kwargs: dict[str, A
         return None
     specs: list[_Spec] = []
     for items in zip(*lists, strict=True):
-        spec = _spec_of(items[0])
-        if spec is None or not all(_spec_of(each) == spec for each in items[1:]):
+        found = {*map(_spec_of, items)}
+        if len(found) == 2:  # maybe a number for each item, as of how often an optimizer has stepped
+            found = {spec for spec in found if spec is None or len(spec[0])} if _of_one_kind(found) else found
+        if len(found) != 1 or (spec := found.pop()) is None or (is_mutable and items[0].shape != spec[0]):
             return None
         specs.append(spec)
     dtypes = {dtype for _, dtype, _ in specs}
     return specs if all({each.dtype} == dtypes for each in scalars) else None
+
+
+def _of_one_kind(specs: Iterable[_Spec | None]) -> bool:
+    """Return whether all have one dtype and device."""
+    return len({spec and spec[1:] for spec in specs}) == 1
 
 
 def _spec_of(value: Any) -> _Spec | None:

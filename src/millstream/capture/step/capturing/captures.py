@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from millstream._torch.distributed.wrappers import watch_wrapping
+from millstream._torch.modes.full_collections import no_full_collections
 from millstream._torch.modes.switches import present
 from millstream.capture.guards import native
 from millstream.capture.guards.recheck import compare, listing_of
@@ -146,6 +147,7 @@ class Captures:
                     self._sizes.refuse(call.key, call.arguments, str(error))
         return self._capture_for(call, {}, is_trial=is_trial)
 
+    @no_full_collections()
     def _capture_for(self, call: StepCall, dimensions: dict[int, frozenset[int]], *, is_trial: bool) -> Captured:
         counts = CountsOnDevice()
         watch_wrapping(self)

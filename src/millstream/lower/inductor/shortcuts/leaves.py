@@ -24,7 +24,7 @@ def leaves(tree: Any, _is_leaf: Any = None) -> Iterator[Any]:
     kind = type(tree)
     if kind in _SEQUENCES or kind in _MAPPINGS:
         for each in tree if kind in _SEQUENCES else tree.values():
-            if type(each) in _LEAVES:
+            if type(each) in LEAVES:
                 yield each
             else:
                 yield from leaves(each)
@@ -32,7 +32,7 @@ def leaves(tree: Any, _is_leaf: Any = None) -> Iterator[Any]:
         yield from pytree.tree_iter(tree)
 
 
-_LEAVES = frozenset({int, float, bool, str, type(None), graph.Node})
+LEAVES = frozenset({int, float, bool, str, type(None), graph.Node})
 
 
 @contextlib.contextmanager

@@ -6,16 +6,17 @@ Private APIs of Inductor's graphs and loops; tried on torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch._inductor import graph, ir
-from torch._inductor.dependencies import MemoryDep
+from torch._inductor.dependencies import MemoryDep, ReadWrites
 from torch._inductor.ir import IRNode
 from torch.utils._ordered_set import OrderedSet
 
 from millstream._torch.workarounds import replaced
-from millstream.lower.inductor.shortcuts.leaves import leaves
+from millstream.lower.inductor.shortcuts.leaves import LEAVES, leaves
 
 
 @contextlib.contextmanager
@@ -36,6 +37,21 @@ def quick_sets() -> Iterator[None]:
         few, many = (self, other) if len(self) < len(other) else (other, self)
         return OrderedSet._from_dict({item: None for item in few._dict if item in many._dict})
 
+    subtract, names_anew = OrderedSet.__sub__, ReadWrites.buffer_names
+
+    def subtract_at_once(self: Any, other: Any) -> Any:
+        if type(other) is not OrderedSet:
+            return subtract(self, other)
+        lost = other._dict
+        return OrderedSet._from_dict({item: None for item in self._dict if item not in lost})
+
+    def names_once(self: Any, ignore_integer_index: bool = True) -> Any:
+        key = len(self.reads), len(self.writes), ignore_integer_index
+        known = self.__dict__.get("_names")
+        if known is None or known[0] != key:
+            known = self.__dict__["_names"] = key, names_anew(self, ignore_integer_index)
+        return known[1].copy()
+
     hash_anew = MemoryDep.__hash__
 
     def hash_once(self: MemoryDep) -> int:
@@ -47,6 +63,8 @@ def quick_sets() -> Iterator[None]:
     with (
         replaced(OrderedSet, "__or__", unite_at_once),
         replaced(OrderedSet, "__and__", intersect_at_once),
+        replaced(OrderedSet, "__sub__", subtract_at_once),
+        replaced(ReadWrites, "buffer_names", names_once),
         replaced(MemoryDep, "__hash__", hash_once),
     ):
         yield
@@ -81,13 +99,31 @@ def _gather_origins(args: Any, kwargs: Any) -> Any:
     """Return the nodes that unrealized arguments come from, as Inductor's function of this name does."""
     found: dict[Any, None] = {}
     known: set[int] = set()  # sets that are in it
-    for value in leaves((args, kwargs)):
-        inner = value
-        while type(inner) in _BOXES:
-            inner = inner.data
-        if isinstance(inner, IRNode) and not isinstance(inner, _REALIZED):
-            origins = value.origins
-            if id(origins) not in known:
-                known.add(id(origins))
-                found.update(origins._dict if type(origins) is OrderedSet else dict.fromkeys(origins))
+
+    def gather(values: Iterable[Any]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind in LEAVES:
+                continue
+            inner = value
+            while type(inner) in _BOXES:
+                inner = inner.data
+            if kind in _BOXES or isinstance(value, IRNode):
+                if _is_unrealized(type(inner)):
+                    origins = value.origins
+                    if id(origins) not in known:
+                        known.add(id(origins))
+                        found.update(origins._dict if type(origins) is OrderedSet else dict.fromkeys(origins))
+            elif kind is list or kind is tuple:
+                gather(value)
+            else:
+                gather(each for each in leaves(value) if each is not value)
+
+    gather((args, kwargs))
     return OrderedSet._from_dict(found)
+
+
+@functools.cache
+def _is_unrealized(kind: type) -> bool:
+    """Return whether what is of this class has no memory of its own."""
+    return issubclass(kind, IRNode) and not issubclass(kind, _REALIZED)
