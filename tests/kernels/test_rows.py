@@ -5,6 +5,7 @@ What our kernels compute is tested on a GPU.
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import millstream as ms
 from millstream._torch.workarounds import without
-from millstream.kernels import launches, nodes
+from millstream.kernels import launches, nodes, registry
 from millstream.kernels.early_loads import early_loads, may_load_early, may_start_early
 from millstream.kernels.rows import attention, attention_patterns, product_patterns, row_launches, row_products
 from millstream.kernels.rows.attention import ATTEND, JOIN
@@ -339,6 +340,42 @@ def test_programs_call_our_kernels(monkeypatch, stand_ins, off):
         assert_close(compiled(x).float(), model(x).float(), 0.02)
     kernels = ["multiply_rows", "attend_parts", "join_parts", "multiply_rows", "multiply_rows"]
     assert stand_ins == ([] if off else kernels)
+
+
+class Three(nn.Module):
+    """Products of one row, two of which are alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(SIZE)
+        self.q, self.k, self.v = nn.Linear(SIZE, INNER), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.gated = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.q(y).sum() * torch.tanh(self.k(y) - self.v(y)) + F.relu(self.gated(y))
+
+
+@pytest.mark.parametrize("off", ["", "horizontal-fusion"])
+@torch.no_grad()
+def test_products_of_one_row_are_one_launch(monkeypatch, stand_ins, off):
+    def multiply_rows_together(*products):
+        stand_ins.append(f"{len(products)} together")
+        for *arguments, out in products:
+            out.copy_(MULTIPLY(*arguments, out.dtype))
+
+    own = row_products.GROUPING._replace(alone=row_products.multiply_rows, together=multiply_rows_together)
+    families = [replace(each, grouping=own) if each.name == registry.ROWS else each for each in registry.FAMILIES]
+    monkeypatch.setattr(registry, "FAMILIES", families)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Three().bfloat16().eval(), torch.randn(1, SIZE).bfloat16()
+    choose(monkeypatch, "row-products")
+    with without({off, "conv2d"} - {""}):
+        compiled = ms.compile(model, engine="serial", strict=True)
+        assert_close(compiled(x).float(), model(x).float(), 0.02)
+    wanted = ["multiply_rows"] * 4 if off else ["3 together", "multiply_rows"]
+    assert sorted(stand_ins) == wanted
 
 
 def test_offers_are_for_gpus():
