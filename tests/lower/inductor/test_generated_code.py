@@ -13,10 +13,11 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from torch._inductor import fx_utils
+from torch._inductor import fx_utils, ir
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.codegen import cpp
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.exc import OperatorIssue
 from torch._inductor.graph import output_code_log
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import Scheduler, SchedulerNode
@@ -158,10 +159,35 @@ def test_only_users_that_return_one_tensor_are_run_to_see_whether_it_is_the_same
         assert all(fx_utils.get_fake_args_kwargs(node)[0] for node in users.values())  # to bring them up to date
 
 
+@torch.library.custom_op("millstream_test::last", mutates_args=())
+def last(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[-1].clone()
+
+
+@last.register_fake
+def _(tensors):
+    return torch.empty_like(tensors[-1])
+
+
+def test_nobody_writes_down_what_an_operator_is_given(monkeypatch):
+    """An operator that Inductor has no rule for is called as it is; a log would have the text of all that led to it."""
+    told = []
+    monkeypatch.setattr(ir.IRNode, "str_helper", lambda self, lines, *_, **__: told.append(type(self)) or "")
+
+    def function(x):
+        y = pointwise(x)
+        return last([y, y * 2])
+
+    x = torch.randn(4)
+    assert torch.equal(ms.compile(function)(x), function(x))
+    assert not told
+
+
 def test_switched_off_nothing_is_left_out(monkeypatch):
     monkeypatch.setenv("MILLSTREAM_WITHOUT", "pytorch#1, shortcuts")
     threshold, generate, find = gc.get_threshold(), SchedulerNode.codegen, cpp.stride_at_vec_range
     find_fakes, is_unsupported = fx_utils.get_fake_args_kwargs, inductor_lowering.unsupported_input_tensor
+    tell = OperatorIssue.operator_str
     compare, increases = sympy.Eq.__new__, Scheduler.can_fusion_increase_peak_memory
     with shortcuts(), no_collections():
         assert fx_utils.get_fake_args_kwargs is find_fakes
@@ -170,6 +196,7 @@ def test_switched_off_nothing_is_left_out(monkeypatch):
         assert SchedulerNode.codegen is generate
         assert cpp.stride_at_vec_range is find
         assert sympy.Eq.__new__ is compare
+        assert OperatorIssue.operator_str is tell
         assert Scheduler.can_fusion_increase_peak_memory is increases
 
 

@@ -22,8 +22,10 @@ from torch._inductor.codegen.cpp import CppVecKernel
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.wrapper_fxir import WrapperFxCodegen
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+from torch._inductor.exc import OperatorIssue
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_map
 
 from millstream._torch.workarounds import is_off, replaced
 from millstream.lower.inductor.shortcuts.comparisons import quick_comparisons
@@ -61,6 +63,8 @@ def shortcuts() -> Iterator[None]:
       less, unless that is much more than what they share.
     - The dtype of a result is asked of tensors that are made for that; it depends on dtypes and numbers of dimensions.
     - Comments on launches are written into a wrapper that has none.
+    - For a log, torch 2.11 writes down what an operator is given that it calls as it is: all that those values are
+      computed from, again and again. A loop's node took minutes.
 
     Not for several threads at once: Inductor itself compiles under one lock.
     """
@@ -97,6 +101,7 @@ def shortcuts() -> Iterator[None]:
         quick_fusing(),
         _promoting_once(),
         _without_comments(),
+        replaced(OperatorIssue, "operator_str", staticmethod(_told)),
         replaced(fx_utils, "get_fake_args_kwargs", find_if_looked_at),
         replaced(DtypePropagationOpsHandler, "__init__", lambda self: None),
         replaced(SchedulerNode, "codegen", generate_if_used),
@@ -127,6 +132,17 @@ def _promoting_once() -> Iterator[None]:
 
     with replaced(lowering, "get_promoted_dtype", promote_once):
         yield
+
+
+def _told(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """An operator and what it is given, for logs and errors: of tensors, their kind."""
+    named = [*((f"args[{place}]", value) for place, value in enumerate(args)), *kwargs.items()]
+    lines = (f"  {name}: {tree_map(_without_origin, value)}" for name, value in named)
+    return "\n".join((f"  target: {target}", *lines))
+
+
+def _without_origin(value: Any) -> Any:
+    return type(value).__name__ if isinstance(value, ir.IRNode) else value
 
 
 @contextlib.contextmanager
