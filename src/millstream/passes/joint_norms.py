@@ -42,12 +42,11 @@ def join_norms(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """
     if not any(map(_is_joint, gm.graph.nodes)):
         return gm
-    joint = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    for node in [node for node in joint.graph.nodes if _is_joint(node)]:
-        _join(joint.graph, node)
-    joint.graph.lint()
-    joint.recompile()
-    return joint
+    graph = copy.deepcopy(gm.graph)
+    for node in [node for node in graph.nodes if _is_joint(node)]:
+        _join(graph, node)
+    graph.lint()
+    return torch.fx.GraphModule(gm, graph)
 
 
 def _is_joint(node: torch.fx.Node) -> bool:

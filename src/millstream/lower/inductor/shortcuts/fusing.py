@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 
 from torch._inductor.codegen.wrapper import buffer_reuse_key
 from torch._inductor.loop_body import LoopBody
-from torch._inductor.scheduler import Scheduler
+from torch._inductor.scheduler import BaseSchedulerNode, ForeachKernelSchedulerNode, FusedSchedulerNode, Scheduler
+from torch.utils._ordered_set import OrderedSet
 
 from millstream._torch.workarounds import replaced
 
@@ -29,6 +30,19 @@ def quick_fusing() -> Iterator[None]:
             return not _shares_enough(self, node1, node2) and increases(self, node1, node2)
 
         stack.enter_context(replaced(Scheduler, "can_fusion_increase_peak_memory", increases_peak))
+        names_anew = BaseSchedulerNode.get_operation_names
+
+        def names_of_parts(self: Any) -> Any:
+            if type(self) not in (FusedSchedulerNode, ForeachKernelSchedulerNode):
+                return names_anew(self)
+            known = self.__dict__.get("_names_of_parts")  # a kernel that grows has all but one from smaller ones
+            if known is None:
+                known = self._names_of_parts = OrderedSet()
+                for part in self.snodes:
+                    known |= part.get_operation_names()
+            return known
+
+        stack.enter_context(replaced(BaseSchedulerNode, "get_operation_names", names_of_parts))
         yield
 
 

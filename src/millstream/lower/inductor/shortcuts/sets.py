@@ -43,7 +43,12 @@ def quick_sets() -> Iterator[None]:
         if type(other) is not OrderedSet:
             return subtract(self, other)
         lost = other._dict
-        return OrderedSet._from_dict({item: None for item in self._dict if item not in lost})
+        if len(lost) >= len(self):
+            return OrderedSet._from_dict({item: None for item in self._dict if item not in lost})
+        left = self._dict.copy()  # which hashes none again
+        for item in lost:
+            left.pop(item, None)
+        return OrderedSet._from_dict(left)
 
     def names_once(self: Any, ignore_integer_index: bool = True) -> Any:
         key = len(self.reads), len(self.writes), ignore_integer_index
