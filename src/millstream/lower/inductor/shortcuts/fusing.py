@@ -30,7 +30,7 @@ def quick_fusing() -> Iterator[None]:
             return not _shares_enough(self, node1, node2) and increases(self, node1, node2)
 
         stack.enter_context(replaced(Scheduler, "can_fusion_increase_peak_memory", increases_peak))
-        names_anew = BaseSchedulerNode.get_operation_names
+        names_anew: Any = BaseSchedulerNode.get_operation_names
 
         def names_of_parts(self: Any) -> Any:
             if type(self) not in (FusedSchedulerNode, ForeachKernelSchedulerNode):

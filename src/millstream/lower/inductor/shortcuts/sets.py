@@ -37,7 +37,7 @@ def quick_sets() -> Iterator[None]:
         few, many = (self, other) if len(self) < len(other) else (other, self)
         return OrderedSet._from_dict({item: None for item in few._dict if item in many._dict})
 
-    subtract, names_anew = OrderedSet.__sub__, ReadWrites.buffer_names
+    subtract = OrderedSet.__sub__
 
     def subtract_at_once(self: Any, other: Any) -> Any:
         if type(other) is not OrderedSet:
@@ -49,6 +49,20 @@ def quick_sets() -> Iterator[None]:
         for item in lost:
             left.pop(item, None)
         return OrderedSet._from_dict(left)
+
+    with (
+        _quick_dependencies(),
+        replaced(OrderedSet, "__or__", unite_at_once),
+        replaced(OrderedSet, "__and__", intersect_at_once),
+        replaced(OrderedSet, "__sub__", subtract_at_once),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _quick_dependencies() -> Iterator[None]:
+    """Let what is read or written be hashed once, and names of all that a node reads or writes be found once."""
+    names_anew = ReadWrites.buffer_names
 
     def names_once(self: Any, ignore_integer_index: bool = True) -> Any:
         key = len(self.reads), len(self.writes), ignore_integer_index
@@ -65,13 +79,7 @@ def quick_sets() -> Iterator[None]:
             known = self.__dict__["_hash"] = hash_anew(self)  # of this process, which no other one is given
         return known  # type: ignore[no-any-return]
 
-    with (
-        replaced(OrderedSet, "__or__", unite_at_once),
-        replaced(OrderedSet, "__and__", intersect_at_once),
-        replaced(OrderedSet, "__sub__", subtract_at_once),
-        replaced(ReadWrites, "buffer_names", names_once),
-        replaced(MemoryDep, "__hash__", hash_once),
-    ):
+    with replaced(ReadWrites, "buffer_names", names_once), replaced(MemoryDep, "__hash__", hash_once):
         yield
 
 

@@ -55,6 +55,8 @@ def shortcuts() -> Iterator[None]:
     - Whether two nodes may be fused is asked of sets of what they read and write, which are put together one item at a
       time, each hashed again, its expressions included: hundreds of items for each node that may join an optimizer's
       kernel. Here an item, which never changes, is hashed once, and sets become one as dictionaries do.
+    - Names of the buffers that a node uses are gathered for each pair that it is in, and names of a kernel's parts for
+      each part by which it grows.
     - Of what is computed from items of a list, each item is noted to come from all nodes of the graph that any of them
       comes from. Here items that are made by one operator have one such set, and it is read once.
     - Numbers are compared by what SymPy does with expressions, and expanded.
