@@ -124,6 +124,22 @@ def test_several_pointwise_turns_are_one(monkeypatch, most):
     assert all(map(torch.equal, expected, found))
 
 
+def test_several_results_of_one_operator_stay_in_a_turn():
+    """As those of a fused cell do: there the fewest tensors would go from one turn to the next."""
+
+    def loop(x, w):
+        h, scale, shift = x[0], x[0, 0], x[0, 1]
+        for row in x.unbind():
+            h, mean, _ = torch.native_layer_norm(h @ w + row, (3,), scale, shift, 1e-5)
+            scale, shift = (h + mean).sum(0).tanh(), (h * mean).sum(0).tanh()
+        return h, scale, shift
+
+    x, w = torch.randn(TURNS_TAKEN, 2, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    expected, found, num_turns, _ = rolled(loop, x, w)
+    assert num_turns >= TURNS_TAKEN - 3
+    assert all(map(torch.equal, expected, found))
+
+
 def noisy(x, w):
     """A loop whose turns draw by several operators, with gradients."""
     h = x[0]

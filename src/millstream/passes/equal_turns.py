@@ -225,7 +225,7 @@ class _Finder:
         return Run(tuple(turns[number] for number in best), tuple(last))
 
     def _first(self, start: int, period: int) -> int:
-        """Where turns begin, so that the fewest values go from one to the next."""
+        """Where turns begin, so that the fewest values go from one to the next, and no several at once."""
         last_read: dict[int, int] = {}  # by the place of what is read in a turn: how much later
         for at in range(start + period, start + 2 * period):
             for each in self._nodes[at].all_input_nodes:
@@ -235,8 +235,9 @@ class _Finder:
                     last_read[place] = max(last_read.get(place, 0), at - root)
         crossing = [0] * period
         for place, length in last_read.items():
+            is_one = layout_of(self._nodes[start + place]) is not None
             for begin in range(place + 1, place + length + 1):
-                crossing[begin % period] += 1
+                crossing[begin % period] += 1 if is_one else period
         return start + min(range(period), key=crossing.__getitem__)
 
     def _reads(self, node: fx.Node, first: int, number: int, period: int) -> tuple[Earlier | None, ...]:
