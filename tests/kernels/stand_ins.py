@@ -131,9 +131,7 @@ def own_kernels(pretended_gpu, monkeypatch):
     use_groupings(
         monkeypatch,
         lambda grouping: grouping._replace(
-            alone=by_name.get(grouping.alone.__name__, grouping.alone),
-            launches=None,
-            together=by_name.get(grouping.together.__name__, grouping.together),
+            alone=by_name[grouping.alone.__name__], launches=None, together=by_name[grouping.together.__name__]
         ),
     )
     for module in (channels, weight_layouts, conv2d, depthwise):

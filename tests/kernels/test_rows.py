@@ -5,7 +5,6 @@ What our kernels compute is tested on a GPU.
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import millstream as ms
 from millstream._torch.workarounds import without
-from millstream.kernels import launches, nodes, registry
-from millstream.kernels.early_loads import early_loads, may_load_early, may_start_early
+from millstream.kernels import launches, nodes
+from millstream.kernels.early_loads import early_loads, may_load_early
 from millstream.kernels.rows import attention, attention_patterns, product_patterns, row_launches, row_products
 from millstream.kernels.rows.attention import ATTEND, JOIN
 from millstream.kernels.rows.attention_patterns import find_attention, rewrite_attention
@@ -201,14 +200,11 @@ def test_weights_that_are_written_are_not_loaded_early():
 def test_loads_are_early_in_captures_of_whole_graphs_alone():
     weight, slot = torch.ones(2), torch.ones(4)
     assert not may_load_early(weight)
-    assert not may_start_early()
     with early_loads([slot]):
         assert may_load_early(weight)
-        assert may_start_early()
         assert not may_load_early(slot[2:])
         with without({"early-loads"}):
             assert not may_load_early(weight)
-            assert not may_start_early()
     assert not may_load_early(weight)
 
 
@@ -266,7 +262,7 @@ def test_parts_come_to_the_whole(heads, queries, keys):
     query, key = torch.randn(2, heads, queries, 16), torch.randn(2, 4, keys, 16)
     mask = torch.randn(1, 1, queries, keys).masked_fill(torch.rand(keys) < 0.3, -math.inf)
     mask[..., : keys // 2] = -math.inf
-    parts = ATTEND(query, key, key.flip(3), mask, 0.25, None)
+    parts = ATTEND(query, key, key.flip(3), mask, 0.25)
     found = JOIN(parts, 4, [*query.shape], [*query.stride()], torch.float)
     wanted = F.scaled_dot_product_attention(query, key, key.flip(3), mask, scale=0.25, enable_gqa=True)
     torch.testing.assert_close(found, wanted)
@@ -321,7 +317,7 @@ def choose(monkeypatch, *alternatives):
     from millstream.lower import lower_graph
 
     def rewrite(_, gm):
-        offers = table.find_offers(gm.graph, is_step=False, is_all=False)
+        offers = table.find_offers(gm.graph, is_step=False, is_all=True)
         chosen = (offer[:2] for offer in offers if offer.alternative in alternatives)
         table.rewrite_for(frozenset(chosen), gm)
 
@@ -340,42 +336,6 @@ def test_programs_call_our_kernels(monkeypatch, stand_ins, off):
         assert_close(compiled(x).float(), model(x).float(), 0.02)
     kernels = ["multiply_rows", "attend_parts", "join_parts", "multiply_rows", "multiply_rows"]
     assert stand_ins == ([] if off else kernels)
-
-
-class Three(nn.Module):
-    """Products of one row, two of which are alike."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(SIZE)
-        self.q, self.k, self.v = nn.Linear(SIZE, INNER), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
-        self.gated = nn.Linear(SIZE, SIZE)
-
-    def forward(self, x):
-        y = self.norm(x)
-        return self.q(y).sum() * torch.tanh(self.k(y) - self.v(y)) + F.relu(self.gated(y))
-
-
-@pytest.mark.parametrize("off", ["", "horizontal-fusion"])
-@torch.no_grad()
-def test_products_of_one_row_are_one_launch(monkeypatch, stand_ins, off):
-    def multiply_rows_together(*products):
-        stand_ins.append(f"{len(products)} together")
-        for *arguments, out in products:
-            out.copy_(MULTIPLY(*arguments, out.dtype))
-
-    own = row_products.GROUPING._replace(alone=row_products.multiply_rows, together=multiply_rows_together)
-    families = [replace(each, grouping=own) if each.name == registry.ROWS else each for each in registry.FAMILIES]
-    monkeypatch.setattr(registry, "FAMILIES", families)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, x = Three().bfloat16().eval(), torch.randn(1, SIZE).bfloat16()
-    choose(monkeypatch, "row-products")
-    with without({off, "conv2d"} - {""}):
-        compiled = ms.compile(model, engine="serial", strict=True)
-        assert_close(compiled(x).float(), model(x).float(), 0.02)
-    wanted = ["multiply_rows"] * 4 if off else ["3 together", "multiply_rows"]
-    assert sorted(stand_ins) == wanted
 
 
 def test_offers_are_for_gpus():

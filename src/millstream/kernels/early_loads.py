@@ -32,14 +32,6 @@ def early_loads(written: Iterable[torch.Tensor]) -> Iterator[None]:
         _written.reset(token)
 
 
-def may_start_early() -> bool:
-    """Return whether what comes after a kernel that is launched now may start before that kernel waits.
-
-    What comes after waits itself, for that kernel's end, with all but weights that nothing writes.
-    """
-    return SWITCH not in left_out() and _written.get() is not None
-
-
 def may_load_early(tensor: torch.Tensor) -> bool:
     """Return whether a kernel that is launched now may read this tensor, which no kernel writes, before it waits."""
     written = None if SWITCH in left_out() else _written.get()

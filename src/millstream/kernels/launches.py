@@ -11,10 +11,8 @@ kernel launched in this way must wait before its first access, whatever it reads
 plan. Inductor's own way of it leaves waits out where program order needs none, and stays off (``lower/compile.py``).
 
 One access may come before the wait: a load from memory that no kernel of the same CUDA graph writes
-(``early_loads.py``), or writes there no more: attention asks for keys that are not new. All of our kernels wait before
-they let the next one start; so when a kernel starts early, all but the one directly in front have ended, and that one
-does not write there either. The kernel that joins attention alone lets the next one start first, which so asks for its
-weights while attention is computed: as each kernel ends after those for which it waits, that one still comes after all.
+(``early_loads.py``). All of our kernels wait before they let the next one start; so when a kernel starts early, all but
+the one directly in front have ended, and that one does not write there either.
 
 Tried on torch 2.11, Triton 3.6.
 """

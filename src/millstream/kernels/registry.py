@@ -18,7 +18,7 @@ from millstream.kernels.depthwise import depthwise, prologues
 from millstream.kernels.family import Epilogue, Family, Grouping, NodeWriter
 from millstream.kernels.launches import TritonLaunch, compiling
 from millstream.kernels.nodes import depths_of, values
-from millstream.kernels.rows import attention_patterns, head_patterns, product_patterns, row_products
+from millstream.kernels.rows import attention_patterns, head_patterns, product_patterns
 from millstream.kernels.rows.row_launches import bind_rows, find_row_launches
 from millstream.kernels.weights import weight_layouts, weights
 from millstream.program import Program
@@ -79,9 +79,8 @@ FAMILIES: tuple[Family, ...] = (
         ROWS,
         "products of a few rows, and attention of a few queries",
         bind=bind_rows,
-        grouping=row_products.GROUPING,
         launches=find_row_launches,
-        kernels=frozenset({"multiply", "multiply_together", "multiply_heads", "attend", "join_attention"}),
+        kernels=frozenset({"multiply", "multiply_heads", "attend", "join_attention"}),
     ),
 )
 
@@ -159,7 +158,7 @@ def find_launches(graph: torch.fx.Graph) -> Iterator[TritonLaunch]:
     for node in graph.nodes:
         for family in families():
             writer = family.bind(node) if family.bind is not None and family.grouping is not None else None
-            if writer is not None and family.grouping is not None and writer.function is family.grouping.alone:
+            if writer is not None and family.grouping is not None:
                 task = family.grouping.task(*values(writer.arguments), node.meta["val"])
                 need = min((depths[user] for user in node.users), default=0)
                 tasks.append(horizontal_fusion.Own(family.grouping, task, depths[node], need))

@@ -9,7 +9,6 @@ import millstream as ms
 from benchmarks.decode import Decoder
 from millstream._torch.workarounds import without
 from millstream.kernels.early_loads import early_loads
-from millstream.kernels.rows.attention import ATTEND, attend_parts, join_parts
 from millstream.kernels.rows.head_products import MULTIPLY_HEADS, multiply_heads
 from millstream.kernels.rows.row_products import NORMS
 from tests.gpu.kernels.test_rows import randn
@@ -109,51 +108,6 @@ def test_early_loads_in_a_graph_give_the_same_bits():
             cache[:, :, 7] = math.nan
         graph.replay()
         assert all(map(torch.equal, (*outs, *caches), wanted))
-
-
-@pytest.mark.parametrize(
-    ("heads", "of_keys", "size", "room"), [(32, 4, 64, 1024), (16, 8, 128, 300), (8, 8, 256, 5000)]
-)
-def test_attention_that_asks_for_old_keys_early_gives_the_same_bits(heads, of_keys, size, room):
-    torch.manual_seed(0)
-    width, scale = heads * size, 1 / math.sqrt(size)
-    layers = [product(width, heads, of_keys, size, norm="rms", room=room) for _ in range(12)]
-    position = torch.zeros(1, dtype=torch.long, device="cuda")
-    mask = torch.zeros(1, 1, 1, room, device="cuda", dtype=torch.bfloat16)
-    queries, outs = (torch.empty(12, 1, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    kept = [cache.clone() for layer in layers for cache in layer[12:14]]
-
-    def run():
-        x = layers[0][0]
-        for number, (_, *others) in enumerate(layers):
-            others[10] = position
-            multiply_heads(x, *others, out=queries[number])
-            query = queries[number].view(1, of_keys, -1, size)  # heads that share keys stand in a row
-            attend_parts(query, *others[11:13], mask, scale, position, out=parts)
-            x = outs[number]
-            join_parts(parts, of_keys, out=x.view(query.shape))
-
-    parts = torch.empty_like(ATTEND(queries[0].view(1, of_keys, -1, size), *layers[0][12:14], mask, scale, position))
-
-    def start():
-        for cache, old in zip((cache for layer in layers for cache in layer[12:14]), kept, strict=True):
-            cache.copy_(old)
-
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), early_loads([]):
-        run()
-    results = []
-    for replay in (run, graph.replay):
-        start()
-        results.append([])
-        for place in (0, 5, room // 2, room - 1, -3, 7):
-            position.fill_(place)
-            outs.fill_(math.nan)
-            replay()
-            results[-1].append(outs.clone())
-        assert not torch.stack(results[-1]).isnan().any()
-    assert torch.equal(*map(torch.stack, results))
 
 
 def tokens(model, off):

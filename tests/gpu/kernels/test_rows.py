@@ -11,7 +11,7 @@ from benchmarks.decode import Decoder
 from millstream._torch.workarounds import without
 from millstream.kernels.early_loads import early_loads
 from millstream.kernels.rows.attention import ATTEND, JOIN, attend_parts, join_parts
-from millstream.kernels.rows.row_products import ACTIVATIONS, MULTIPLY, NORMS, multiply_rows, multiply_rows_together
+from millstream.kernels.rows.row_products import ACTIVATIONS, MULTIPLY, NORMS, multiply_rows
 from tests.kernels.test_rows import choose
 
 pytestmark = pytest.mark.gpu
@@ -63,22 +63,6 @@ def test_what_comes_before_and_after(norm, activation, dtype):
         assert_as_meant(product(number, 3072, 96, dtype, norm=norm, activation=activation, bias=True, added=True))
 
 
-@pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize(
-    ("length", "widths"), [(2048, (2048, 256, 256)), (768, (768,) * 3), (96, (33, 7)), (5632, (40,) * 8)]
-)
-@pytest.mark.parametrize("norm", NORMS)
-def test_several_in_one_launch(norm, length, widths, number):
-    one = product(number, length, 1, norm=norm)
-    products = [product(number, length, width, norm=norm, bias=True) for width in widths]
-    products[:2] = [[one[0], *each[1:4], *one[4:6], *each[6:]] for each in products[:2]]  # of the same row
-    outs = [torch.full((number, width), math.nan, device="cuda") for width in widths]
-    multiply_rows_together(*((*each, out) for each, out in zip(products, outs, strict=True)))
-    for arguments, out in zip(products, outs, strict=True):
-        exact = [each.double() if isinstance(each, torch.Tensor) else each for each in arguments]
-        torch.testing.assert_close(out.double(), MULTIPLY(*exact, torch.double), rtol=1e-4, atol=1e-4)
-
-
 def test_rows_may_be_in_single_precision():
     arguments = product(2, 512, 64, norm="layer")
     arguments[0] = arguments[0].float() * 3
@@ -120,8 +104,7 @@ def test_early_loads_in_a_graph_give_the_same_bits():
     ],
 )
 @pytest.mark.parametrize("masked", ["no", "late", "rows"])
-@pytest.mark.parametrize("at", [None, 3, -1])
-def test_attention(batch, heads, of_keys, queries, keys, size, masked, at, dtype):
+def test_attention(batch, heads, of_keys, queries, keys, size, masked, dtype):
     torch.manual_seed(1)
     query = randn(batch, queries, heads, size, dtype=dtype).transpose(1, 2)
     key, value = (randn(batch, of_keys, keys, size, dtype=dtype) for _ in range(2))
@@ -133,10 +116,9 @@ def test_attention(batch, heads, of_keys, queries, keys, size, masked, at, dtype
             mask[:, :, -1] = -math.inf
             mask += randn(batch, 1, queries, keys, dtype=dtype)
     scale = 1 / math.sqrt(size)
-    position = None if at is None else torch.tensor([at], device="cuda")
-    parts = ATTEND(query, key, value, mask, scale, None)
+    parts = ATTEND(query, key, value, mask, scale)
     found = torch.full_like(parts, math.nan)
-    attend_parts(query, key, value, mask, scale, position, out=found)
+    attend_parts(query, key, value, mask, scale, out=found)
     layout = [batch, heads, queries, size], [queries * heads * size, size, heads * size, 1]
     out = JOIN(parts, of_keys, *layout, dtype).fill_(math.nan)
     join_parts(found, of_keys, out=out)

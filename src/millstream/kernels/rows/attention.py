@@ -18,7 +18,6 @@ import torch
 
 from millstream.graph import KernelKind
 from millstream.kernels.conv2d.conv2d_tiles import ceil_div
-from millstream.kernels.early_loads import may_load_early, may_start_early
 from millstream.kernels.family import NodeWriter
 from millstream.kernels.launches import TritonLaunch, dependent_launch_options
 from millstream.kernels.nodes import arguments_of
@@ -31,7 +30,6 @@ SIZES = (16, 32, 64, 128, 256)  # of a head
 DTYPES = (torch.float16, torch.bfloat16)
 _TILES = (64, 32)  # keys that a block multiplies at once
 _MANY_BLOCKS = 132  # an H200's multiprocessors
-_HELD = 128 * 64  # numbers of keys that a block has before it waits: with twice as many, ptxas spills
 _ADDED_COLUMNS = 4  # of 4 bytes, 16 in all, of which two are used
 _NUM_WARPS = 4
 
@@ -84,8 +82,6 @@ class AttentionPart(NamedTuple):
         value: Likewise.
         mask: Likewise.
         scale: By which products are multiplied before the mask is added.
-        position: One whole number, below 0 counted from the end: of all keys and values, a kernel that has read it
-            writes those there, and none in the program writes others. ``None`` where that is not known.
         out: Contiguous, in single precision: ``[batch times heads of keys, parts, queries of a group, columns]``. The
             columns are the sum of values, each by its weight, and after them the largest product, as an exponent of 2
             by which all weights are divided, and the sum of weights.
@@ -96,7 +92,6 @@ class AttentionPart(NamedTuple):
     value: torch.Tensor
     mask: torch.Tensor | None
     scale: float
-    position: torch.Tensor | None
     out: torch.Tensor
 
 
@@ -109,11 +104,9 @@ def launch_parts(part: AttentionPart) -> TritonLaunch:
     """Return how to compute the parts."""
     from millstream.kernels.rows.attention_kernel import attend  # Triton is there where there is a GPU
 
-    query, key, value, mask, scale, position, out = part
-    batch, heads, keys, size = key.shape
+    query, key, value, mask, scale, out = part
+    batch, heads, keys, _ = key.shape
     tile = _tile(batch * heads, keys)
-    tiles = ceil_div(ceil_div(keys, tile), out.shape[1])
-    has_position = position is not None and tiles == 1 and tile * size <= _HELD
     strides = [stride for each in (query, key, value) for stride in each.stride()[:3]]
     of_mask = [0] * 4 if mask is None else [s * (n > 1) for s, n in zip(mask.stride(), mask.shape, strict=True)]
     arguments = (
@@ -121,22 +114,18 @@ def launch_parts(part: AttentionPart) -> TritonLaunch:
         key,
         value,
         query if mask is None else mask,
-        query if position is None else position,
         out,
         scale,
-        # The position is there: what wrote it had ended before the one in front, or the one before that, read it.
-        0 if may_load_early(key) and may_load_early(value) else 2,
         keys,
         *strides,
         *of_mask,
         heads,
-        tiles,
+        ceil_div(ceil_div(keys, tile), out.shape[1]),
     )
     constants = {
         **_sizes(query, key),
         "TILE": tile,
         "HAS_MASK": mask is not None,
-        "HAS_POSITION": has_position,
         "PARTS": out.shape[1],
         **dependent_launch_options(query.device),
         "num_warps": _NUM_WARPS,
@@ -180,14 +169,12 @@ def launch_join(parts: torch.Tensor, heads: int, out: torch.Tensor) -> TritonLau
         **dependent_launch_options(out.device),
         "num_warps": _NUM_WARPS,
     }
-    arguments = (parts, out, int(may_start_early()), parts.shape[1], heads, *out.stride()[:3])
+    arguments = (parts, out, parts.shape[1], heads, *out.stride()[:3])
     return TritonLaunch(join_attention, (parts.shape[0], group * queries, 1), arguments, constants)
 
 
 _library = torch.library.Library("millstream", "FRAGMENT")
-_library.define(
-    "attend_parts(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, Tensor? position) -> Tensor"
-)
+_library.define("attend_parts(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor")
 _library.define("join_parts(Tensor parts, int heads, int[] size, int[] stride, ScalarType dtype) -> Tensor")
 ATTEND = torch.ops.millstream.attend_parts.default
 JOIN = torch.ops.millstream.join_parts.default
@@ -195,12 +182,7 @@ JOIN = torch.ops.millstream.join_parts.default
 
 @torch.library.impl(_library, "attend_parts", "CompositeExplicitAutograd")
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    position: torch.Tensor | None,  # noqa: ARG001  which is about when, not what
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     """Return what the operator means; programs call ``attend_parts`` in its place."""
     batch, heads, keys, size = key.shape

@@ -7,19 +7,15 @@ from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
     gdc_wait,
 )
 
-from millstream.kernels.rows.row_products_kernel import _wait_if
 
-
-@triton.jit(do_not_specialize=["waits_first"])
+@triton.jit
 def attend(
     q,
     k,
     v,
     mask,
-    position,
     out,
     scale,
-    waits_first,
     length,
     q_batch,
     q_head,
@@ -43,14 +39,10 @@ def attend(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    HAS_POSITION: tl.constexpr,
     PARTS: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
     """Write what a part of the keys gives for the queries of all heads that share them, see ``AttentionPart``.
-
-    Where it is known which key is new, it asks for the others before it waits for the kernel in front, unless
-    ``waits_first`` is not 0.
 
     Args:
         length: How many keys there are; ``tiles`` times ``TILE`` of them are a part.
@@ -60,9 +52,11 @@ def attend(
         ROWS: Room for the queries of a group, a multiple of 16.
         SIZE: Of a head.
         COLUMNS: Of a row that is written: the sum of values, the largest product and the sum of weights.
-        HAS_POSITION: Whether that is known; then a part is one tile.
         PARTS: Into how many the keys are divided.
     """
+    if STARTS_EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     batch = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
     part = tl.program_id(1)
@@ -71,23 +65,6 @@ def attend(
     query = row % NUM_ROWS
     query_head = head * GROUP + row // NUM_ROWS
     is_row = row < GROUP * NUM_ROWS
-    k += batch * k_batch + head * k_head
-    v += batch * v_batch + head * v_head
-    at = 0
-    old_key = 0.0
-    old_value = 0.0
-    if HAS_POSITION:
-        if STARTS_EARLY:
-            _wait_if(waits_first)
-        at = tl.load(position).to(tl.int32)
-        at = tl.where(at < 0, at + length, at)
-        column = part * TILE + tl.arange(0, TILE)
-        is_old = (column < length) & (column != at)
-        old_key = tl.load(k + column[:, None] * k_row + d[None, :], is_old[:, None], 0.0)
-        old_value = tl.load(v + column[:, None] * v_row + d[None, :], is_old[:, None], 0.0)
-    if STARTS_EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
     place = batch * q_batch + query_head * q_head + query * q_row
     queries = tl.load(q + place[:, None] + d[None, :], is_row[:, None], 0.0)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -96,21 +73,17 @@ def attend(
     for i in range(tiles):
         column = (part * tiles + i) * TILE + tl.arange(0, TILE)
         is_key = column < length
-        is_asked = is_key & (column == at) if HAS_POSITION else is_key
-        key = tl.load(k + column[:, None] * k_row + d[None, :], is_asked[:, None], 0.0)
-        value = tl.load(v + column[:, None] * v_row + d[None, :], is_asked[:, None], 0.0)
-        added = 0.0
-        if HAS_MASK:  # asked for before products are waited for
+        key = tl.load(k + batch * k_batch + head * k_head + column[:, None] * k_row + d[None, :], is_key[:, None], 0.0)
+        value = tl.load(
+            v + batch * v_batch + head * v_head + column[:, None] * v_row + d[None, :], is_key[:, None], 0.0
+        )
+        product = tl.dot(queries, tl.trans(key)) * scale
+        if HAS_MASK:
             place = batch * mask_batch + query_head * mask_head + query * mask_row
             added = tl.load(
                 mask + place[:, None] + (column * mask_column)[None, :], is_row[:, None] & is_key[None, :], 0.0
-            ).to(tl.float32)
-        if HAS_POSITION:
-            key = tl.where(is_asked[:, None], key, old_key)
-            value = tl.where(is_asked[:, None], value, old_value)
-        product = tl.dot(queries, tl.trans(key)) * scale
-        if HAS_MASK:
-            product += added
+            )
+            product += added.to(tl.float32)
         product = tl.where(is_key[None, :], product * 1.4426950408889634, float("-inf"))
         higher = tl.maximum(largest, tl.max(product, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # of a row whose keys are all masked so far
@@ -125,11 +98,10 @@ def attend(
     tl.store(out + place + SIZE + 1, total, is_row)
 
 
-@triton.jit(do_not_specialize=["lets_first"])
+@triton.jit
 def join_attention(
     parts,
     out,
-    lets_first,
     num_parts,
     heads,
     out_batch,
@@ -143,13 +115,8 @@ def join_attention(
     PARTS: tl.constexpr,
     STARTS_EARLY: tl.constexpr,
 ):
-    """Write the results of attention, of which ``attend`` has written parts: a block has those of one query.
-
-    Where ``lets_first`` is not 0, the next kernel starts before this one waits: it can ask for its weights while
-    attention is computed, and waits for this kernel's end itself.
-    """
+    """Write the results of attention, of which ``attend`` has written parts: a block has those of one query."""
     if STARTS_EARLY:
-        _let_if(lets_first)
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(1)
@@ -167,9 +134,3 @@ def join_attention(
     head = tl.program_id(0) % heads * GROUP + row // NUM_ROWS
     place = tl.program_id(0) // heads * out_batch + head * out_head + row % NUM_ROWS * out_row
     tl.store(out + place + d, result.to(out.dtype.element_ty))
-
-
-@triton.jit
-def _let_if(lets_first):
-    if lets_first != 0:
-        gdc_launch_dependents()

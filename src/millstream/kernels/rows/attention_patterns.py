@@ -82,7 +82,7 @@ def rewrite_attention(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
         scale = given["scale"]
         scale = 1 / math.sqrt(query.meta["val"].shape[3]) if scale is None else scale
         with gm.graph.inserting_before(node):
-            parts = add_node(gm.graph, ATTEND, (query, key, value, _mask(given), float(scale), None), node)
+            parts = add_node(gm.graph, ATTEND, (query, key, value, _mask(given), float(scale)), node)
             for result in [each for each in node.users if each.target is operator.getitem and each.users]:
                 found = result.meta["val"]
                 layout = (list(found.shape), list(found.stride()), found.dtype)

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from millstream.kernels.nodes import add_node, tidy
-from millstream.kernels.rows.attention import ATTEND
 from millstream.kernels.rows.head_products import LONGEST, MULTIPLY_HEADS, SIZES
 from millstream.kernels.rows.head_sums import CASTS, Rotation, Sums, is_wide
 from millstream.kernels.rows.product_patterns import Product, find_products, rewrite_products, stripped
@@ -239,9 +238,6 @@ def _replace(graph: fx.Graph, heads: Heads) -> None:
     heads.query.replace_all_uses_with(new)
     for old, cache in zip(writes, filled, strict=True):
         old.replace_all_uses_with(cache)
-    for user in [*filled[0].users]:
-        if user.target is ATTEND and user.args[1:3] == tuple(filled):
-            user.args = (*user.args[:5], position)
 
 
 def _slice(graph: fx.Graph, part: Part, whole: Any) -> Any:

@@ -11,7 +11,6 @@ Tried on torch 2.11, Triton 3.6.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,8 @@ from torch.utils.flop_counter import register_flop_formula
 from millstream.graph import KernelKind
 from millstream.kernels.conv2d.conv2d_tiles import ceil_div
 from millstream.kernels.early_loads import may_load_early
-from millstream.kernels.family import Grouping, NodeWriter
-from millstream.kernels.launches import TritonLaunch, dependent_launch_options, pointers
+from millstream.kernels.family import NodeWriter
+from millstream.kernels.launches import TritonLaunch, dependent_launch_options
 from millstream.kernels.nodes import arguments_of
 
 MOST_ROWS = 8
@@ -95,20 +94,6 @@ class RowProduct(NamedTuple):
     is_constant: bool
     out: torch.Tensor
 
-    @property
-    def kind(self) -> Hashable:
-        """Equal for products that one launch can compute, with nothing after them; else of its own."""
-        if self.gate is not None or self.addend is not None or self.activation:
-            return id(self)
-        tensors = (self.rows, self.weight, self.bias, self.scale, self.shift, self.out)
-        dtypes = tuple(None if each is None else each.dtype for each in tensors)
-        return tuple(self.rows.shape), dtypes, self.norm, self.eps, self.is_constant
-
-    @property
-    def window(self) -> tuple[int, ...]:
-        """In which they may differ: how many results a row has."""
-        return (self.weight.shape[0],)
-
 
 def multiply_rows(*arguments: Any, out: torch.Tensor) -> None:
     """Compute what ``RowProduct`` says."""
@@ -144,47 +129,6 @@ def launch_product(product: RowProduct) -> TritonLaunch:
         "num_warps": _NUM_WARPS,
     }
     return TritonLaunch(multiply, (ceil_div(width, tile_width), 1, 1), arguments, constants)
-
-
-def multiply_rows_together(*products: Sequence[Any]) -> None:
-    """Compute what several ``RowProduct`` of one kind say, given by their parts, in one launch."""
-    for launch in launch_together([RowProduct(*each) for each in products]):
-        launch.run()
-
-
-def launch_together(products: Sequence[RowProduct]) -> list[TritonLaunch]:
-    """Return how to compute products of one kind."""
-    from millstream.kernels.rows.row_products_kernel import multiply_together  # Triton is there where there is a GPU
-
-    if len(products) == 1:
-        return [launch_product(*products)]
-    first, widths = products[0], tuple(each.weight.shape[0] for each in products)
-    number, length = first.rows.shape
-    tile_width, tile_length = tiles_of(number, sum(widths), length, has_gate=False)
-    is_early = all(each.is_constant and may_load_early(each.weight) for each in products)
-    parts = ((each.rows, each.weight, each.bias, each.scale, each.shift, each.out) for each in products)
-    tensors = (pointers(first.rows if each is None else each for each in part) for part in zip(*parts, strict=True))
-    constants = {
-        "NUM_ROWS": number,
-        "LENGTH": length,
-        "WIDTHS": widths,
-        "NORM": NORMS.index(first.norm),
-        "HAS_BIAS": first.bias is not None,
-        "HAS_SCALE": first.scale is not None,
-        "HAS_SHIFT": first.shift is not None,
-        "TILE_WIDTH": tile_width,
-        "TILE_LENGTH": tile_length,
-        "NUM_TILES": ceil_div(length, tile_length),
-        "IS_WHOLE": length % tile_length == 0 and not any(width % tile_width for width in widths),
-        **dependent_launch_options(first.rows.device),
-        "num_warps": _NUM_WARPS,
-    }
-    num_blocks = sum(ceil_div(width, tile_width) for width in widths)
-    arguments = (*tensors, 0 if is_early else 2, first.eps)
-    return [TritonLaunch(multiply_together, (num_blocks, 1, 1), arguments, constants)]
-
-
-GROUPING = Grouping(multiply_rows, RowProduct, launch_together, multiply_rows_together, most_windows=8)
 
 
 def tiles_of(num_rows: int, width: int, length: int, *, has_gate: bool) -> tuple[int, int]:

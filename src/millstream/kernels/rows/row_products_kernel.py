@@ -8,8 +8,6 @@ from triton.language.extra.cuda import (  # pyrefly: ignore[missing-import]
 )
 from triton.language.extra.libdevice import tanh  # pyrefly: ignore[missing-import]
 
-from millstream.kernels.conv2d.conv2d_kernel import choose
-
 
 @triton.jit(do_not_specialize=["waits_first"])
 def multiply(
@@ -87,71 +85,6 @@ def multiply(
         tl.store(out + m * WIDTH + n, total.to(out.dtype.element_ty), is_inside)
 
 
-@triton.jit(do_not_specialize=["waits_first"])
-def multiply_together(
-    rows,
-    weights,
-    biases,
-    scales,
-    shifts,
-    outs,
-    waits_first,
-    eps,
-    NUM_ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    TILE_WIDTH: tl.constexpr,
-    TILE_LENGTH: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    STARTS_EARLY: tl.constexpr,
-):
-    """Write several products, each of rows of its own, with nothing after them: blocks are divided among these.
-
-    Args are those of ``multiply``, of each product one. ``WIDTHS``: how many results a row of each has.
-    """
-    if STARTS_EARLY:
-        _wait_if(waits_first)
-    which = 0
-    first = 0
-    width = WIDTHS[0]
-    begin = 0
-    for i in tl.static_range(1, len(WIDTHS)):
-        begin += (WIDTHS[i - 1] + TILE_WIDTH - 1) // TILE_WIDTH
-        is_later = tl.program_id(0) >= begin
-        which = tl.where(is_later, i, which)
-        first = tl.where(is_later, begin, first)
-        width = tl.where(is_later, WIDTHS[i], width)
-    row, weight, out = choose(rows, which), choose(weights, which), choose(outs, which)
-    n = (tl.program_id(0) - first) * TILE_WIDTH + tl.arange(0, TILE_WIDTH)
-    is_inside = n < width
-    k = tl.arange(0, TILE_LENGTH)
-    factors = ()
-    for i in tl.static_range(NUM_TILES):
-        factors = factors + (_part_of(weight, n, i * TILE_LENGTH + k, LENGTH, width, IS_WHOLE),)
-    if STARTS_EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    for m in tl.static_range(NUM_ROWS):
-        mean, factor = _norm_of(row + m * LENGTH, eps, LENGTH, NORM, TILE_LENGTH, NUM_TILES)
-        total = tl.zeros([TILE_WIDTH], tl.float32)
-        for i in tl.static_range(NUM_TILES):
-            at = i * TILE_LENGTH + k
-            x = (tl.load(row + m * LENGTH + at, at < LENGTH, 0.0).to(tl.float32) - mean) * factor
-            if HAS_SCALE:
-                x = x * tl.load(choose(scales, which) + at, at < LENGTH, 0.0).to(tl.float32)
-            if HAS_SHIFT:
-                x = x + tl.load(choose(shifts, which) + at, at < LENGTH, 0.0).to(tl.float32)
-            total += tl.sum(factors[i].to(tl.float32) * x[None, :], 1)
-        if HAS_BIAS:
-            total += tl.load(choose(biases, which) + n, is_inside, 0.0).to(tl.float32)
-        tl.store(out + m * width + n, total.to(out.dtype.element_ty), is_inside)
-
-
 @triton.jit
 def _wait_if(waits_first):
     if waits_first != 0:
@@ -159,12 +92,12 @@ def _wait_if(waits_first):
 
 
 @triton.jit
-def _part_of(weight, n, k, LENGTH: tl.constexpr, width, IS_WHOLE: tl.constexpr):
+def _part_of(weight, n, k, LENGTH: tl.constexpr, WIDTH: tl.constexpr, IS_WHOLE: tl.constexpr):
     """Ask for a part of a weight, which is read but once; ``IS_WHOLE``: all of it is there."""
     place = n[:, None] * LENGTH + k[None, :]
     if IS_WHOLE:
         return tl.load(weight + place, eviction_policy="evict_first")
-    is_inside = (n < width)[:, None] & (k < LENGTH)[None, :]
+    is_inside = (n < WIDTH)[:, None] & (k < LENGTH)[None, :]
     return tl.load(weight + place, is_inside, 0.0, eviction_policy="evict_first")
 
 
