@@ -209,7 +209,9 @@ def test_state_changed_in_place_in_each_turn():
 
 
 @pytest.mark.parametrize("is_off", [True, False], ids=["switched-off", "failing"])
-def test_without_it_the_loop_is_unrolled(monkeypatch, is_off):
+def test_without_it_the_loop_is_unrolled(monkeypatch, caplog, is_off):
+    caplog.set_level("INFO", "millstream.passes")
+
     def fail(self, *_):
         raise RuntimeError("no")
 
@@ -226,3 +228,4 @@ def test_without_it_the_loop_is_unrolled(monkeypatch, is_off):
         for _ in range(3):
             torch.testing.assert_close(step(given), wave(given))
     assert "equal iterations" not in str(ms.explain(step))
+    assert ("RuntimeError: no" in caplog.text) is not is_off

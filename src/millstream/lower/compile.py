@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -81,6 +82,8 @@ class Cutting:
     max_cuts: int
     names: Sequence[str] = ()
 
+
+_log = logging.getLogger("millstream.passes")
 
 _OWN_OPTIONS = ("own_kernels", "alternatives", "reproducible", "joint_branches")
 _OF_STEPS = "micro_batches"  # which has made it an option
@@ -330,6 +333,15 @@ def _run_otherwise(
     return _boxed(plain_forward(graph))
 
 
+def _causes_of(error: BaseException) -> str:
+    """What led to an error, the last cause first."""
+    found = []
+    while (cause := error.__cause__) is not None:
+        error = cause
+        found.append(f"{type(error).__name__}: {error}")
+    return " From ".join(reversed(found))
+
+
 def _try_in_turn(attempt: Callable[[dict[str, Any]], Any]) -> Any:
     """Compile, and where that fails once more without what failed; the first error counts."""
     try:
@@ -338,6 +350,7 @@ def _try_in_turn(attempt: Callable[[dict[str, Any]], Any]) -> Any:
         forget_attempt()
         first = getattr(error, "inner_exception", error)
         if isinstance(first, LoweringError) and first.construct == LOOP and not is_off(roll_loops.name):
+            _log.info("Iterations of loops are lowered one by one. %s %s", first, _causes_of(first))
             with workarounds.without([roll_loops.name]):
                 return _try_in_turn(attempt)
         for without in other_tries(first):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +19,6 @@ from millstream.errors import ArgumentError, CaptureError, DataParallelError, Mi
 from millstream.progress import phase
 from millstream.signals import signals_wait
 
-ROOM_FOR_COPIES = 16
-"""So many times the bytes of a step's state must be free on a GPU for copies of it to be there."""
-
 
 def build_and_run(
     build: Build, call: StepCall, graph: StepGraph, *, is_trial: bool
@@ -37,7 +32,8 @@ def build_and_run(
     random_state = RandomState()
     for draw in graph.questions.draws:
         random_state.add("a random generator", draw.generator)
-    backups = _copies(graph.written)
+    # On the host, so that a large model does not need its state twice on the device.
+    backups = [tensor.cpu() if tensor.device.type != "cpu" else tensor.clone() for tensor in graph.written]
     arguments = graph.complete(call.arguments)
     argument_backups = [tensor.detach().clone() for tensor in arguments] if graph.writes_arguments else []
 
@@ -63,22 +59,6 @@ def build_and_run(
         restore()
     graph.capture_seconds = graph.trace_seconds + time.perf_counter() - start
     return arguments, results
-
-
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy state: on its GPU where that has room for many times as much, or a large model would not fit there twice.
-
-    On the host all memory of the copies is new, and each of its pages is waited for: a second for 1.5 GB.
-    """
-    num_bytes: Counter[torch.device] = Counter()
-    for tensor in tensors:
-        num_bytes[tensor.device] += tensor.numel() * tensor.itemsize
-    stays = {
-        device: device.type == "cpu"
-        or (device.type == "cuda" and torch.cuda.mem_get_info(device)[0] >= ROOM_FOR_COPIES * number)
-        for device, number in num_bytes.items()
-    }
-    return [tensor.detach().clone() if stays[tensor.device] else tensor.cpu() for tensor in tensors]
 
 
 def _run(build: Build, call: StepCall, graph: StepGraph, arguments: list[Tensor], *, is_trial: bool) -> list[Tensor]:
