@@ -250,8 +250,10 @@ def compile_graph(  # noqa: C901, PLR0913, PLR0915  all but the first four by na
                 gm.graph = copy.deepcopy(original)
                 loops.clear()
             if step_state is not None and pieces == 1 and not is_symbolic(inputs):
-                give_new_values(gm)
+                is_another = give_new_values(gm)
                 loops.extend(roll_loops(gm, options))
+                if is_another and not loops:
+                    gm.graph = copy.deepcopy(original)
                 for body in dict.fromkeys(turns.body for turns in loops):
                     _decompose(body, table)
             flows = compiled_with_loops(inputs) if has_control_flow(gm) else contextlib.nullcontext()

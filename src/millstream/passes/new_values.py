@@ -16,6 +16,7 @@ each. A cell of a GRU, for example, writes its gates in place.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator
@@ -39,16 +40,26 @@ _APART = frozenset(
 """Operators whose results are parts of what they are given, which nobody reads any more once they are written."""
 
 
-@graph_pass("new-values", "has operators give new values instead of writing old ones, where a loop may have many")
-def give_new_values(gm: fx.GraphModule) -> None:
-    """Change a graph of aten operators whose nodes carry their values in ``meta["val"]``, in place."""
-    if sum(map(is_changing, gm.graph.nodes)) < FEWEST_TURNS:
-        return
+@graph_pass(
+    "new-values",
+    "has operators give new values instead of writing old ones, where a loop may have many",
+    otherwise=lambda *_: False,
+)
+def give_new_values(gm: fx.GraphModule) -> bool:
+    """Change a graph of aten operators whose nodes carry their values in ``meta["val"]``, in place.
+
+    Returns:
+        Whether it is another one now.
+    """
+    if sum(is_changing(node) and _functional(node.target) is not None for node in gm.graph.nodes) < FEWEST_TURNS:
+        return False
     changed = _Writes(copy.deepcopy(gm.graph))
-    if changed.run():
-        gm.graph = changed.graph
-        gm.graph.lint()
-        gm.recompile()
+    if not changed.run():
+        return False
+    gm.graph = changed.graph
+    gm.graph.lint()
+    gm.recompile()
+    return True
 
 
 class _Writes:
@@ -156,6 +167,7 @@ _READ_MEMORY = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_s
 _OTHER_TAGS = frozenset({torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view})
 
 
+@functools.cache
 def _functional(target: Any) -> torch._ops.OpOverload | None:
     """The operator that gives what this one writes to its first argument and returns; ``None`` if there is none."""
     if target.namespace != "aten" or not {*target.tags}.isdisjoint(_OTHER_TAGS):
