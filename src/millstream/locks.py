@@ -92,34 +92,50 @@ _thread = threading.local()
 class releasable:  # noqa: N801  a context that each call enters, in a tenth of a generator's time
     """For the length of the context, in which this thread holds the lock, ``released`` releases it."""
 
-    __slots__ = ("_lock", "_locks")
+    __slots__ = ("_depth", "_lock", "_locks")
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
 
     def __enter__(self) -> None:
         self._locks = vars(_thread).setdefault("releasable", [])
-        self._locks.append(self._lock)
+        self._depth = len(self._locks)
+        try:
+            self._locks.append(self._lock)
+        except BaseException:  # Ctrl-C, after which nobody leaves this context
+            del self._locks[self._depth :]
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._locks.pop()
+        del self._locks[self._depth :]
 
 
 @contextmanager
 def released() -> Iterator[None]:
     """For the length of the context, let other threads have the locks that are ``releasable`` in this one."""
     locks = vars(_thread).get("releasable", [])
-    held = [*locks]
-    locks.clear()
-    for lock in held:
-        lock.release()
+    held, free = [*locks], list[Any]()
     try:
+        locks.clear()
+        for lock in held:
+            if not lock._is_owned():  # Ctrl-C came where its context was left
+                continue
+            try:
+                lock.release()
+            except KeyboardInterrupt:  # once it is released
+                free.append(lock)
+                raise
+            free.append(lock)
         yield
     finally:
-        for lock in held:
+        interrupt = None
+        for lock in free:
             try:
                 lock.acquire()
-            except BaseException:  # Ctrl-C, which must not keep from locking what is to be released after it
-                lock.acquire()
-                raise
-        locks += held
+            except KeyboardInterrupt as error:  # it must not keep from locking what is to be released after it
+                interrupt = error
+                if not lock._is_owned():
+                    lock.acquire()
+        locks[:] = held
+        if interrupt is not None:
+            raise interrupt
