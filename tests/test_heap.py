@@ -1,12 +1,13 @@
 """Objects by type: all that there are, and none is kept."""
 
 import gc
+import sys
 import threading
 import weakref
 
 import pytest
 
-from millstream.heap import instances, objects_of_types
+from millstream.heap import frames_of_threads, instances, objects_of_types
 
 
 class Kind:
@@ -64,3 +65,26 @@ def test_tuples_that_other_threads_are_filling_stay_theirs():
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def test_no_collection_begins_while_frames_of_threads_are_looked_at():
+    """Python 3.11 might have one where a frame becomes an object, and the frame's thread go on meanwhile."""
+    begun, before = [], gc.get_threshold()
+
+    def note(phase, _):
+        begun.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        with frames_of_threads() as frames:
+            begun.clear()
+            made = [[] for _ in range(2 * before[0])]
+            num_begun = len(begun)
+        again = [[] for _ in range(2 * before[0])]
+    finally:
+        gc.callbacks.remove(note)
+    assert threading.get_ident() in frames
+    assert len(made) == len(again)
+    assert not num_begun or sys.version_info >= (3, 12)
+    assert len(begun) > num_begun, "it goes on afterwards"
+    assert gc.get_threshold() == before

@@ -207,3 +207,20 @@ def test_a_step_over_a_recurrent_cell_is_as_eager(monkeypatch, off):
             assert ("equal iterations" in ms.explain(run).text()) == ("loops" not in off)
     for one, other in zip(*outcomes, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_step_without_loops_that_writes_in_place_is_as_eager():
+    """Its graph stays as it was captured; results lie in memory as in eager PyTorch."""
+
+    def step(x):
+        y, total = x.t() * 2, x.sum()
+        for number in range(1, 15):
+            y.mul_(number).sub_(total) if number % 2 else y.sigmoid_().t().add_(1 / number)
+        return y, y.relu()
+
+    x = torch.randn(3, 4, dtype=torch.float64)
+    captured = ms.step(step, engine="serial", strict=True)
+    for _ in range(3):
+        for one, other in zip(captured(x), step(x), strict=True):
+            torch.testing.assert_close(one, other)
+            assert one.stride() == other.stride()
